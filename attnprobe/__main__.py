@@ -1,0 +1,6 @@
+"""`python -m attnprobe`."""
+
+from attnprobe.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The axes: their levels, how a case falls on a level, and which levels cannot meet.
+
+The only place that declares an axis. The planner covers these levels, the matrix stores them, the
+selector asks by them, and docs/axes.md is generated from them.
+
+Every axis partitions its values: each case falls on exactly one level. A level is *special* where whole
+libraries refuse it or are known to fail on it; the planner keeps specials apart from each other, because
+a refused case says nothing about the other axis values in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from attnprobe.config import Case
+
+Level = str | int
+At = Mapping[str, Level]
+
+
+class Axis(Struct, frozen=True):
+    """One axis: `plain` is the level a localiser resets to; `hazard` marks what nobody can promise."""
+
+    name: str
+    levels: tuple[Level, ...]
+    plain: Level
+    about: str
+    special: frozenset[Level] = frozenset()
+    hazard: bool = False
+    spelling: Mapping[str, str] = {}
+
+
+class Constraint(Struct, frozen=True):
+    """Levels of `axes` may meet only where `allows` says so."""
+
+    axes: tuple[str, ...]
+    allows: Callable[..., bool]
+    reason: str
+
+
+HEAD_DIMS: Final = (*range(8, 257, 8), 512)
+LENGTHS: Final = ("0", "1", "odd", "even", "x32", "x64", "x128", "long")
+LONG: Final = 512
+WORK_CAP: Final = LONG * (LONG + 1) * 512
+"""Most multiply-adds (B x H x S_q x S_kv x D) a planned case may ask for: two different long lengths
+at the largest head dim, one head, one batch entry."""
+
+_LENGTH_SPELLING: Final = {
+    "odd": "3 to 511, odd",
+    "even": "2 to 510, even, no multiple of 32",
+    "x32": "32 or 96 modulo 128, below 512",
+    "x64": "64 modulo 128, below 512",
+    "x128": "multiple of 128, below 512",
+    "long": "512 and more",
+}
+
+
+AXES: Final[tuple[Axis, ...]] = (
+    Axis("pass", ("forward", "backward"), "backward", "what the job runs; backward includes forward"),
+    Axis("dtype", ("float32", "bfloat16", "float16"), "float32", "element type of q, k, v and out"),
+    Axis("head_dim", HEAD_DIMS, 64, "exact; kernels exist where 64 and 80 work and 72 does not"),
+    Axis(
+        "head_dim_v",
+        ("equal", "smaller", "larger"),
+        "equal",
+        "head dim of v against that of q and k",
+        special=frozenset({"smaller", "larger"}),
+    ),
+    Axis(
+        "heads",
+        ("equal", "grouped", "one-kv"),
+        "equal",
+        "key-value heads: as many as query heads, fewer, or one",
+    ),
+    Axis("batch", ("one", "more"), "one", "batch entries"),
+    Axis(
+        "seqlen_q",
+        LENGTHS,
+        "x128",
+        "query length",
+        special=frozenset({"0"}),
+        spelling=_LENGTH_SPELLING,
+    ),
+    Axis(
+        "seqlen_kv",
+        LENGTHS,
+        "x128",
+        "key length",
+        special=frozenset({"0"}),
+        spelling=_LENGTH_SPELLING,
+    ),
+    Axis(
+        "seqlen_order",
+        ("equal", "q-shorter", "q-longer"),
+        "equal",
+        "query length against key length",
+    ),
+    Axis(
+        "mask",
+        (
+            "none",
+            "causal-top-left",
+            "causal-bottom-right",
+            "bool",
+            "float",
+            "bool-broadcast",
+            "float-broadcast",
+            "window",
+        ),
+        "none",
+        "which scores count; bool and float masks have a value per batch entry and head",
+        special=frozenset({"window"}),
+        spelling={
+            "bool-broadcast": "one bool mask for all heads, stride 0",
+            "float-broadcast": "one float mask for all heads, stride 0",
+            "window": "causal, and at most `window` earlier keys",
+        },
+    ),
+    Axis(
+        "masked_rows",
+        ("none", "false", "-inf", "finfo-min"),
+        "none",
+        "whether the mask hides every key from some query, and by which value",
+        special=frozenset({"finfo-min"}),
+        spelling={
+            "false": "bool mask, a row all False",
+            "-inf": "float mask, a row all -inf",
+            "finfo-min": "float mask, a row all torch.finfo(dtype).min",
+        },
+    ),
+    Axis("dropout", ("off", "on"), "off", "attention dropout", special=frozenset({"on"})),
+    Axis("scale", ("default", "custom"), "default", "factor on the scores; default 1/sqrt(head_dim)"),
+    Axis("softcap", ("off", "on"), "off", "scores through c tanh(s/c)", special=frozenset({"on"})),
+    Axis("alibi", ("off", "on"), "off", "bias linear in distance", special=frozenset({"on"})),
+    Axis(
+        "layout",
+        ("contiguous", "transposed", "packed", "expanded", "inner-stride", "varlen"),
+        "contiguous",
+        "how q, k, v lie in memory",
+        special=frozenset({"inner-stride", "varlen"}),
+        spelling={
+            "contiguous": "(B, H, S, D) in order",
+            "transposed": "(B, S, H, D) seen as (B, H, S, D)",
+            "packed": "slices of one buffer for q, k and v",
+            "expanded": "k and v with stride 0 over heads or batch",
+            "inner-stride": "neighbours in the head dim two elements apart",
+            "varlen": "sequences of different lengths end to end, (T, H, D)",
+        },
+    ),
+    Axis(
+        "needs_grad",
+        ("none", "all", "q", "kv", "mask"),
+        "all",
+        "which inputs need a gradient",
+        special=frozenset({"mask"}),
+        spelling={"none": "forward only", "all": "q, k and v", "mask": "the float mask alone"},
+    ),
+    Axis(
+        "deterministic",
+        ("off", "on"),
+        "off",
+        "torch.use_deterministic_algorithms or the library's own switch",
+    ),
+)
+
+AXIS: Final[dict[str, Axis]] = {axis.name: axis for axis in AXES}
+
+_BOOL: Final = frozenset({"bool", "bool-broadcast"})
+_FLOAT: Final = frozenset({"float", "float-broadcast"})
+_ORDER: Final = {name: rank for rank, name in enumerate(LENGTHS)}
+
+# Concrete lengths per level. Several each, so that a level is not one number.
+_REPRESENTATIVES: Final[dict[Level, tuple[int, ...]]] = {
+    "0": (0,),
+    "1": (1,),
+    "odd": (7, 33, 97, 129, 193),
+    "even": (10, 34, 66, 130, 200),
+    "x32": (32, 96, 160),
+    "x64": (64, 192),
+    "x128": (128, 256),
+    "long": (512, 513, 640, 800),
+}
+
+
+def _orders(q: Level, kv: Level) -> frozenset[str]:
+    """Return the orders that some pair of representatives of the two levels shows."""
+    pairs = ((a, b) for a in _REPRESENTATIVES[q] for b in _REPRESENTATIVES[kv])
+    return frozenset(order(a, b) for a, b in pairs)
+
+
+def order(seqlen_q: int, seqlen_kv: int) -> str:
+    """Return the level of `seqlen_order` for two lengths."""
+    if seqlen_q == seqlen_kv:
+        return "equal"
+    return "q-shorter" if seqlen_q < seqlen_kv else "q-longer"
+
+
+def _fits(q: Level, kv: Level, head_dim: Level, dim_v: Level, heads: Level, batch: Level) -> bool:
+    """Whether the smallest lengths of two levels keep a case under the cap; equal levels may differ."""
+    shortest = _REPRESENTATIVES[q][0]
+    other = _REPRESENTATIVES[kv][min(1, len(_REPRESENTATIVES[kv]) - 1) if q == kv else 0]
+    # One head of the largest dim may take the whole cap, more heads half of it.
+    dim = min(max(int(head_dim), head_dim_v(int(head_dim), dim_v)), HEAD_DIMS[-1] // 2)
+    count = {"equal": 1, "grouped": 4, "one-kv": 3}[str(heads)] * (2 if batch == "more" else 1)
+    return shortest * other * dim * count <= WORK_CAP // 2
+
+
+CONSTRAINTS: Final[tuple[Constraint, ...]] = (
+    Constraint(
+        ("pass", "needs_grad"),
+        lambda pass_, grad: (pass_ == "forward") == (grad == "none"),
+        "a forward pass needs no gradient, a backward pass needs one",
+    ),
+    Constraint(
+        ("needs_grad", "mask"),
+        lambda grad, mask: grad != "mask" or mask in _FLOAT,
+        "only a float mask has a gradient",
+    ),
+    Constraint(
+        ("masked_rows", "mask"),
+        lambda rows, mask: (
+            rows == "none" or (mask in _BOOL if rows == "false" else mask in _FLOAT)
+        ),
+        "rows are masked by False in a bool mask, by a number in a float mask",
+    ),
+    Constraint(
+        ("masked_rows", "seqlen_q"),
+        lambda rows, length: rows == "none" or length != "0",
+        "a mask without rows hides none",
+    ),
+    Constraint(
+        ("masked_rows", "seqlen_kv"),
+        lambda rows, length: rows == "none" or length != "0",
+        "a mask without columns hides every row anyway",
+    ),
+    Constraint(
+        ("seqlen_q", "seqlen_kv", "seqlen_order"),
+        lambda q, kv, order_: order_ in _orders(q, kv),
+        "two lengths are in one order",
+    ),
+    Constraint(
+        ("layout", "mask"),
+        lambda layout, mask: layout != "varlen" or mask not in _BOOL | _FLOAT,
+        "sequences packed end to end have no rectangular mask",
+    ),
+    Constraint(
+        ("head_dim", "head_dim_v"),
+        lambda dim, dim_v: not (dim == HEAD_DIMS[0] and dim_v == "smaller"),
+        "head dims are multiples of 8",
+    ),
+    Constraint(
+        ("layout", "heads", "batch"),
+        lambda layout, heads, batch: (layout, heads, batch) != ("expanded", "one-kv", "one"),
+        "one kv head of one batch entry has nothing to expand over",
+    ),
+    Constraint(
+        ("seqlen_q", "seqlen_kv", "head_dim", "head_dim_v", "heads", "batch"),
+        _fits,
+        "work per case is capped: long lengths go with few heads of few dimensions",
+    ),
+)
+
+
+def head_dim_v(head_dim: int, level: Level) -> int:
+    """Return the head dim of v that stands for a level beside a head dim of q and k."""
+    if level == "equal":
+        return head_dim
+    if level == "smaller":
+        return max(HEAD_DIMS[0], head_dim // 2 // 8 * 8)
+    return head_dim + 64 if head_dim <= 192 else head_dim * 5 // 4 // 8 * 8
+
+
+def length_level(length: int) -> str:
+    """Return the level that a sequence length falls on."""
+    if length in {0, 1}:
+        return str(length)
+    if length >= LONG:
+        return "long"
+    if length % 128 == 0:
+        return "x128"
+    if length % 64 == 0:
+        return "x64"
+    if length % 32 == 0:
+        return "x32"
+    return "odd" if length % 2 else "even"
+
+
+def levels_of(case: Case) -> dict[str, Level]:
+    """Return the level of every axis that a case falls on, in the order of `AXES`."""
+    return {
+        "pass": case.pass_,
+        "dtype": case.dtype,
+        "head_dim": case.head_dim,
+        "head_dim_v": _compare(case.head_dim_v, case.head_dim, "smaller", "larger"),
+        "heads": (
+            "equal"
+            if case.heads_kv == case.heads
+            else ("one-kv" if case.heads_kv == 1 else "grouped")
+        ),
+        "batch": "one" if case.batch == 1 else "more",
+        "seqlen_q": length_level(case.seqlen_q),
+        "seqlen_kv": length_level(case.seqlen_kv),
+        "seqlen_order": order(case.seqlen_q, case.seqlen_kv),
+        "mask": case.mask,
+        "masked_rows": case.masked_rows,
+        "dropout": "on" if case.dropout else "off",
+        "scale": "default" if case.scale is None else "custom",
+        "softcap": "on" if case.softcap else "off",
+        "alibi": "on" if case.alibi else "off",
+        "layout": case.layout,
+        "needs_grad": case.needs_grad,
+        "deterministic": "on" if case.deterministic else "off",
+    }
+
+
+def _compare(value: int, against: int, less: str, more: str) -> str:
+    if value == against:
+        return "equal"
+    return less if value < against else more
+
+
+def allowed(at: At) -> bool:
+    """Whether every constraint admits this choice of a level on every axis."""
+    return first_violated(at) is None
+
+
+def first_violated(at: At) -> Constraint | None:
+    """Return the first constraint that a full choice of levels breaks, if any."""
+    for constraint in CONSTRAINTS:
+        if not constraint.allows(*(at[name] for name in constraint.axes)):
+            return constraint
+    return None
+
+
+def representatives(level: Level) -> tuple[int, ...]:
+    """Return the concrete lengths that stand for a level of `seqlen_q` or `seqlen_kv`."""
+    return _REPRESENTATIVES[level]

@@ -1,0 +1,94 @@
+"""`attnprobe show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attnprobe.cli._output import format_option, print_matrix
+from attnprobe.errors import UsageError
+
+if TYPE_CHECKING:
+    from attnprobe.matrix.schema import Matrix
+
+
+@click.command("show")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--case", "case_id", metavar="ID", help="Show this case only, on every backend.")
+@format_option()
+def command(file: Path | None, case_id: str | None, format_name: str) -> None:
+    """Print a matrix: backends by verdict, and the rules in plain words.
+
+    Without FILE: ATTNPROBE_MATRIX, else the newest matrix of your own scans.
+    """
+    from attnprobe.matrix.store import newest_matrix, read_matrix
+
+    matrix = read_matrix(file or newest_matrix())
+    if case_id is None:
+        print_matrix(matrix, format_name)
+    else:
+        _show_case(matrix, case_id, format_name)
+
+
+def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
+    """Print one case with what became of it on each backend."""
+    import msgspec
+
+    from attnprobe.axes import levels_of
+
+    case = matrix.case(case_id)
+    if case is None:
+        raise UsageError(f"no case {case_id} in this matrix", fix="case ids: `attnprobe show FILE`")
+    at = levels_of(case)
+    results = {b.name: r for b in matrix.backends for r in b.cases if r.id == case_id}
+    covering = {
+        backend.name: [rule.id for rule in backend.rules if rule.covers(case_id, at)]
+        for backend in matrix.backends
+        if backend.name in results
+    }
+    if format_name == "json":
+        document = {
+            "id": case_id,
+            "at": at,
+            "case": msgspec.to_builtins(case),
+            "backends": [
+                {"name": name, **msgspec.to_builtins(r), "verdict": r.verdict.value, "rules": covering[name]}
+                for name, r in results.items()
+            ],
+        }
+        content = msgspec.json.encode(document, order="deterministic")
+        click.echo(msgspec.json.format(content, indent=2).decode())
+        return
+    click.echo(f"case {case_id}, seed {case.seed}")
+    for axis, level in at.items():
+        click.echo(f"  {axis:14} {level}")
+    sizes = f"B {case.batch}, H {case.heads}/{case.heads_kv}, S {case.seqlen_q}/{case.seqlen_kv}"
+    click.echo(f"  numbers        {sizes}, D {case.head_dim}/{case.head_dim_v}")
+    for name, result in results.items():
+        ran = f", ran {result.kernel}" if result.kernel else ""
+        under = f", rule {' '.join(covering[name])}" if covering[name] else ""
+        click.echo(f"{name}: {result.verdict.value} ({result.evidence.value}{ran}{under})")
+        for line in _lines(result.detail):
+            click.echo(f"  {line}")
+
+
+def _lines(detail: dict[str, object]) -> list[str]:
+    """Return a result's detail as lines: one a tensor."""
+    lines = []
+    for check, found in detail.items():
+        if not isinstance(found, dict):
+            lines.append(f"{check}: {found}")
+            continue
+        for name, facts in found.items():
+            if isinstance(facts, dict):
+                where = facts.get("where")
+                text = f"{facts.get('elements')} of {facts.get('of')} elements"
+                text += f" ({where})" if where else ""
+                rest = {k: v for k, v in facts.items() if k not in {"elements", "of", "where"}}
+                text += "".join(f", {key} {value}" for key, value in rest.items())
+                lines.append(f"{name} {check}: {text}")
+            else:
+                lines.append(f"{name} {check}: {facts}")
+    return lines

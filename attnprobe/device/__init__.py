@@ -1,0 +1,1 @@
+"""What a device is, read from the driver and the operating system."""

@@ -1,0 +1,1 @@
+"""Which builds of which libraries are installed: names, versions and digests."""

@@ -1,0 +1,142 @@
+"""Every fault of a matrix file, each with its path in the file."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from attnprobe.axes import AXIS, levels_of
+from attnprobe.errors import MatrixError
+from attnprobe.matrix.schema import SCHEMA, Backend, Matrix, Rule, compact, digest_of
+from attnprobe.verdict import Verdict
+
+
+class Fault(Struct, frozen=True):
+    """What is wrong, and where: a path like `$.backends[0].rules[2].when`."""
+
+    path: str
+    what: str
+
+
+def faults(content: bytes, *, strict: bool = False) -> list[Fault]:
+    """Return all faults of a file's content; `strict` also counts fields that the schema lacks.
+
+    Raises:
+        MatrixError: the content is not JSON at all.
+    """
+    try:
+        document = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        where = "is empty" if not content.strip() else "is not JSON, or was cut off"
+        raise MatrixError(f"the file {where}", why=str(error)) from None
+    if isinstance(document, dict) and document.get("schema") != SCHEMA:
+        schema = document.get("schema")
+        return [Fault("$.schema", f"{schema!r}, not {SCHEMA!r}")]
+    found = list(_typed(document, Matrix, "$", strict=strict))
+    if found:
+        return found
+    matrix = compact(msgspec.convert(document, Matrix))
+    return list(_meaning(matrix))
+
+
+def _typed(value: Any, kind: Any, path: str, *, strict: bool) -> Iterator[Fault]:
+    """Yield every place where a value is not of the type that the schema gives it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        if not isinstance(value, dict):
+            yield Fault(path, f"Expected `object`, got `{_name(value)}`")
+            return
+        fields = structs.fields(kind)
+        for one in fields:
+            if one.encode_name in value:
+                at = f"{path}.{one.encode_name}"
+                yield from _typed(value[one.encode_name], one.type, at, strict=strict)
+            elif one.required:
+                yield Fault(path, f"Object missing required field `{one.encode_name}`")
+        if strict:
+            for name in sorted(value.keys() - {one.encode_name for one in fields}):
+                yield Fault(f"{path}.{name}", "unknown field")
+    elif origin is tuple and arguments[1:] == (Ellipsis,):
+        if not isinstance(value, list):
+            yield Fault(path, f"Expected `array`, got `{_name(value)}`")
+            return
+        for index, item in enumerate(value):
+            yield from _typed(item, arguments[0], f"{path}[{index}]", strict=strict)
+    else:
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            what, _, inner = str(error).partition(" - at `$")
+            yield Fault(path + inner.rstrip("`"), what)
+
+
+def _name(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "str", bool: "bool", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _meaning(matrix: Matrix) -> Iterator[Fault]:
+    """Yield what the types cannot say."""
+    if digest_of(matrix) != matrix.digest:
+        yield Fault("$.digest", "does not match the content: the file was changed after it was written")
+    known = {}
+    for index, record in enumerate(matrix.cases):
+        if record.id != record.case.id:
+            yield Fault(f"$.cases[{index}].id", f"{record.id}, but the case hashes to {record.case.id}")
+        if record.id in known:
+            yield Fault(f"$.cases[{index}].id", f"{record.id} stands twice")
+        known[record.id] = record.case
+    for index, backend in enumerate(matrix.backends):
+        path = f"$.backends[{index}]"
+        at = {case_id: levels_of(case) for case_id, case in known.items()}
+        yield from _backend(backend, path, at, len(matrix.runs))
+    names = [backend.name for backend in matrix.backends]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Fault("$.backends", f"{name} stands twice")
+
+
+def _backend(
+    backend: Backend, path: str, at: dict[str, dict[str, Any]], runs: int
+) -> Iterator[Fault]:
+    """Yield what is wrong between a backend's cases and its rules."""
+    if backend.status == "absent" and backend.cases:
+        yield Fault(f"{path}.cases", "an absent backend has cases")
+    seen = set()
+    for index, result in enumerate(backend.cases):
+        here = f"{path}.cases[{index}]"
+        if result.id not in at:
+            yield Fault(f"{here}.id", f"{result.id} is not in $.cases")
+            continue
+        if result.id in seen:
+            yield Fault(f"{here}.id", f"{result.id} stands twice")
+        seen.add(result.id)
+        if not 0 <= result.run < runs:
+            yield Fault(f"{here}.run", f"{result.run}, but there are {runs} runs")
+        over = [rule for rule in backend.rules if rule.covers(result.id, at[result.id])]
+        if result.verdict.fails and not any(rule.verdict.fails for rule in over):
+            yield Fault(here, f"{result.verdict.value}, and no rule covers it")
+        if result.verdict is Verdict.OK and over:
+            yield Fault(here, f"ok, and rule {over[0].id} covers it")
+    for index, rule in enumerate(backend.rules):
+        yield from _rule(rule, f"{path}.rules[{index}]", seen)
+
+
+def _rule(rule: Rule, path: str, seen: set[str]) -> Iterator[Fault]:
+    """Yield levels that no axis has, and witnesses that did not run."""
+    for axis, levels in rule.when.items():
+        if axis not in AXIS:
+            yield Fault(f"{path}.when.{axis}", "no such axis")
+            continue
+        for level in levels:
+            if level not in AXIS[axis].levels:
+                yield Fault(f"{path}.when.{axis}", f"{level!r} is no level of it")
+    if rule.witness not in seen:
+        yield Fault(f"{path}.witness", f"{rule.witness or 'none'}: no such case on this backend")
+    for name in ("counter_witnesses", "cases"):
+        for case_id in getattr(rule, name):
+            if case_id not in seen:
+                yield Fault(f"{path}.{name}", f"{case_id}: no such case on this backend")

@@ -1,0 +1,267 @@
+"""From the runs of one backend on one case to a verdict. Pure: tensors in, `Judgement` out.
+
+The runs differ only in what memory held before: NaN, a finite pattern, NaN again. Checks, in order of
+what a later one would misread without an earlier one:
+
+1. contract: every output there, with the right shape, dtype and device, inputs unchanged;
+2. memory: bits that differ between fills, though the first fill repeats them, were never written, or
+   were computed from memory that was not (a NaN that is the right answer hides neither);
+3. values: finite where the reference is, and within its tolerance.
+
+A row whose keys are all hidden has no right answer. What the backend made of it is recorded as a trait,
+and the gradients must follow from that choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from attnprobe.probe.reference import dense
+from attnprobe.probe.region import describe, size
+from attnprobe.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnprobe.backends.interface import Outputs
+    from attnprobe.config import Case
+    from attnprobe.probe.inputs import Tensors
+    from attnprobe.probe.reference import Reference
+
+Exempt = dict[str, "Tensor"]
+
+_BITS: Final = {4: torch.int32, 2: torch.int16, 8: torch.int64, 1: torch.int8}
+
+
+@dataclass
+class Judgement:
+    """A verdict, the outputs it concerns, what was seen, and the semantic choices met on the way."""
+
+    verdict: Verdict
+    outputs: tuple[str, ...] = ()
+    detail: dict[str, Any] = field(default_factory=dict)
+    traits: dict[str, str] = field(default_factory=dict)
+
+
+def judge(
+    case: Case, tensors: Tensors, runs: Sequence[Outputs], expected: Reference | None
+) -> Judgement:
+    """Return the verdict on three runs: filled with NaN, with a finite pattern, with NaN again.
+
+    Without `expected` values are not judged (the reference could not be had), and the best verdict is
+    `inconclusive`.
+    """
+    broken = _contract(case, tensors, runs[0])
+    if broken:
+        return Judgement(Verdict.WRONG, tuple(broken), {"contract": broken})
+    unwritten, unsteady = _memory(runs)
+    if unwritten:
+        return Judgement(Verdict.UNWRITTEN, tuple(unwritten), {"memory": unwritten})
+    detail: dict[str, Any] = {}
+    if unsteady:
+        detail["repeat"] = unsteady
+        if case.deterministic:
+            return Judgement(Verdict.NONDETERMINISTIC, tuple(unsteady), detail)
+    if expected is None:
+        return Judgement(Verdict.INCONCLUSIVE, (), {"values": "no reference"})
+    found = _values(case, tensors, runs[0], expected)
+    found.detail.update(detail)
+    return found
+
+
+def input_bits(tensors: Tensors) -> list[Tensor]:
+    """Return copies of all inputs, to compare after a run."""
+    given = (tensors.q, tensors.k, tensors.v, tensors.mask, tensors.grad_out)
+    return [tensor.detach().clone() for tensor in given if tensor is not None]
+
+
+def inputs_changed(tensors: Tensors, before: Sequence[Tensor]) -> list[str]:
+    """Return the names of the inputs whose bits are not those of `before`."""
+    names = ("q", "k", "v", "mask", "grad_out")
+    given = [(n, t) for n in names if (t := getattr(tensors, n)) is not None]
+    return [n for (n, t), b in zip(given, before, strict=True) if not _same_bits(t.detach(), b)]
+
+
+def expected_outputs(case: Case, tensors: Tensors) -> dict[str, Tensor]:
+    """Return which outputs a run must give, each with a tensor of its shape, dtype and device."""
+    grads = tensors.wanting(case.needs_grad) if case.pass_ == "backward" else {}
+    return {"out": tensors.grad_out, **grads}
+
+
+def _contract(case: Case, tensors: Tensors, run: Outputs) -> dict[str, str]:
+    """Return what is amiss with each output: absent, or of another shape, dtype or device."""
+    broken = {}
+    for name, like in expected_outputs(case, tensors).items():
+        got = run.get(name)
+        if got is None:
+            broken[name] = "not returned"
+        elif got.shape != like.shape:
+            broken[name] = f"shape {tuple(got.shape)}, not {tuple(like.shape)}"
+        elif got.dtype is not like.dtype:
+            broken[name] = f"dtype {got.dtype}, not {like.dtype}"
+        elif got.device != like.device:
+            broken[name] = f"on {got.device}, not {like.device}"
+    return broken
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bit patterns of a tensor as integers."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is torch.bool:
+        return torch.equal(one, other)
+    return torch.equal(bits(one), bits(other))
+
+
+def _memory(runs: Sequence[Outputs]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return which outputs depend on what memory held, and which differ under one and the same fill."""
+    unwritten: dict[str, Any] = {}
+    unsteady: dict[str, Any] = {}
+    first, other, again = runs
+    for name, tensor in first.items():
+        same_fill = _same_bits(tensor, again[name])
+        if _same_bits(tensor, other[name]):
+            if not same_fill:
+                unsteady[name] = describe(bits(tensor) != bits(again[name]))
+            continue
+        differs = bits(tensor) != bits(other[name])
+        if not same_fill:
+            # Not repeatable anyway: only what is not finite, or far beyond its own scatter, tells.
+            scatter = (tensor.double() - again[name].double()).abs()
+            spread = (tensor.double() - other[name].double()).abs()
+            beyond = ~(spread <= 100 * scatter.max()) if bool(scatter.isfinite().all()) else differs
+            if not bool(beyond.any()):
+                unsteady[name] = describe(differs)
+                continue
+            differs = beyond
+        unwritten[name] = describe(differs)
+    return unwritten, unsteady
+
+
+def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> Judgement:
+    """Return the verdict on one run's values against the reference."""
+    names = list(expected_outputs(case, tensors))
+    got = {name: _dense(name, run[name], tensors).double() for name in names}
+    if expected.dead is None:
+        return _against(got, expected.expected, expected.tolerance, {})
+    made_of = _classify(got["out"], expected)
+    exempt = _exempt(made_of, got)
+    if not made_of.keys() & {"uniform", "softmax"}:
+        found = _against(got, expected.expected, expected.tolerance, exempt)
+        return _with_trait(case, found, made_of, expected.dead.expand(*got["out"].shape[:3], 1))
+    found = None
+    for to_scores in (True, False):
+        extra, slack = expected.of_dead_rows(made_of, to_scores=to_scores)
+        wanted = {name: expected.expected[name] + extra[name] for name in names}
+        tolerance = {name: expected.tolerance[name] + slack[name] for name in names}
+        now = _against(got, wanted, tolerance, exempt)
+        found = now if found is None or not now.verdict.fails else found
+        if not found.verdict.fails:
+            break
+    assert found is not None
+    return _with_trait(case, found, made_of, expected.dead.expand(*got["out"].shape[:3], 1))
+
+
+def _with_trait(
+    case: Case, found: Judgement, made_of: dict[str, Tensor], dead: Tensor
+) -> Judgement:
+    """Return a judgement with what was made of dead rows; no trait where out itself is wrong."""
+    if "out" not in found.outputs and not case.dropout:
+        found.traits[f"whole-masked rows, {_cause(case)}"] = _spelled(made_of, dead)
+    return found
+
+
+def _dense(name: str, tensor: Tensor, tensors: Tensors) -> Tensor:
+    lengths = tensors.lengths_q if name in {"out", "dq"} else tensors.lengths_kv
+    return dense(tensor, lengths)
+
+
+def _cause(case: Case) -> str:
+    if case.masked_rows != "none":
+        return f"masked_rows={case.masked_rows}"
+    return "seqlen_kv=0" if case.seqlen_kv == 0 else f"mask={case.mask}"
+
+
+def _spelled(made_of: dict[str, Tensor], dead: Tensor) -> str:
+    counts = {name: int((rows & dead).sum()) for name, rows in made_of.items()}
+    seen = [name for name in ("zeros", "uniform", "softmax", "nan") if counts.get(name)]
+    return " and ".join(seen) if seen else "none of zeros, NaN, uniform, softmax"
+
+
+def _classify(out: Tensor, expected: Reference) -> dict[str, Tensor]:
+    """Return, for each thing a dead row may be made into, the rows that were, (B, H, S_q, 1) bool."""
+    assert expected.dead is not None
+    left = expected.dead.expand(*out.shape[:3], 1).clone()
+    made_of: dict[str, Tensor] = {}
+
+    def take(name: str, fits: Tensor) -> None:
+        rows = fits & left
+        if bool(rows.any()):
+            made_of[name] = rows
+            left.logical_and_(~rows)
+
+    take("nan", out.isnan().all(-1, keepdim=True))
+    take("zeros", (out == 0).all(-1, keepdim=True))
+    for name in ("uniform", "softmax"):
+        if bool(left.any()):
+            wanted, tolerance = expected.dead_out(name)
+            take(name, ((out - wanted).abs() <= tolerance).all(-1, keepdim=True))
+    return made_of
+
+
+def _against(
+    got: dict[str, Tensor], wanted: Mapping[str, Tensor], tolerance: Mapping[str, Tensor], exempt: Exempt
+) -> Judgement:
+    """Return the verdict on dense float64 results, leaving out the elements that `exempt` names."""
+    nonfinite: dict[str, Any] = {}
+    wrong: dict[str, Any] = {}
+    for name, value in got.items():
+        error = (value - wanted[name]).abs_()
+        beyond = ~(error <= tolerance[name])
+        if name in exempt:
+            beyond &= ~exempt[name]
+        if not bool(beyond.any()):
+            continue
+        infinite = beyond & ~value.isfinite()
+        if bool(infinite.any()):
+            nonfinite[name] = describe(infinite)
+        else:
+            wrong[name] = {
+                **describe(beyond),
+                **size(value, wanted[name], error, tolerance[name], beyond),
+            }
+    if nonfinite:
+        detail: dict[str, Any] = {"nonfinite": nonfinite}
+        if wrong:
+            detail["wrong"] = wrong
+        return Judgement(Verdict.NONFINITE, tuple(nonfinite) + tuple(wrong), detail)
+    if wrong:
+        return Judgement(Verdict.WRONG, tuple(wrong), {"wrong": wrong})
+    return Judgement(Verdict.OK)
+
+
+def _exempt(made_of: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> Exempt:
+    """Return what cannot be judged because rows without a right answer came out as NaN.
+
+    Their own out and dq, and every gradient of the keys and masks that they attend to.
+    """
+    rows = made_of.get("nan")
+    if rows is None:
+        return {}
+    exempt = {"out": rows, "dq": rows}
+    batch, heads = rows.shape[:2]
+    for name in ("dk", "dv"):
+        if name in got:
+            heads_kv = got[name].shape[1]
+            touched = rows.any(2, keepdim=True).reshape(batch, heads_kv, heads // heads_kv, 1)
+            exempt[name] = touched.any(2, keepdim=True)
+    if "dmask" in got:
+        exempt["dmask"] = rows.any(1, keepdim=True) if got["dmask"].shape[1] == 1 else rows
+    return exempt

@@ -1,0 +1,326 @@
+"""Find the smallest combinations of axis values that fail, by experiment.
+
+For a failing case: reset one axis after the other to its plain level, run, keep what still fails. The
+levels left are the rule. Then every passing case that the rule would cover is asked why it passes: it is
+moved toward the rule's witness as long as it passes, and an axis on which the two still differ joins the
+rule. So a rule holds only what an experiment showed to matter, and covers nothing that was seen to pass.
+
+At last random neighbours inside and outside each rule are run; what they show is learned from as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from attnprobe.axes import AXES, AXIS, Level, levels_of
+from attnprobe.config import Case
+from attnprobe.matrix.schema import Rates
+from attnprobe.probe.moves import ORDER, differing, forced, reset, step
+from attnprobe.probe.observed import Observation, Observed, kind
+from attnprobe.verdict import Verdict
+
+NEIGHBOURS: Final = 6
+"""Random cases run inside, and as many outside, each rule."""
+_ROUNDS: Final = 3
+_JOINS: Final = 12
+
+# Which axis joins a rule when several could: what a reader expects to matter first.
+_PREFERRED: Final = ("pass", "dtype", "masked_rows", "mask", "layout", "dropout", "needs_grad")
+
+
+@dataclass
+class Finding:
+    """A rule in the making. `when` maps each axis that matters to the levels that fail."""
+
+    when: dict[str, set[Level]]
+    witness: Observation
+    counter: list[str] = field(default_factory=list)
+    cases: set[str] = field(default_factory=set)
+    rates: Rates | None = None
+    deaths: int = 0
+    skipped: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Return the family of failures it explains."""
+        return kind(self.witness.verdict)
+
+    def covers(self, seen: Observation) -> bool:
+        """Whether a case falls under it."""
+        if self.cases:
+            return seen.case.id in self.cases
+        return all(seen.at[axis] in levels for axis, levels in self.when.items())
+
+
+class Localiser:
+    """Explains the failures of one backend. `probe` runs a case, or raises to stop all localising."""
+
+    def __init__(
+        self, observed: Observed, probe: Callable[[Case], Observation | None]
+    ) -> None:
+        """Start without findings."""
+        self.observed = observed
+        self._probe = probe
+        self.findings: list[Finding] = []
+
+    def run(self) -> None:
+        """Explain every failing case, then test and sharpen the findings on random neighbours."""
+        for round_ in range(_ROUNDS):
+            while (case := self._unexplained()) is not None:
+                self.explain(case)
+            before = len(self.observed)
+            for finding in list(self.findings):
+                self._try_neighbours(finding, round_)
+            self._settle()
+            if self._unexplained() is None and (len(self.observed) == before or round_ > 0):
+                break
+        while (case := self._unexplained()) is not None:
+            self.explain(case)
+        self._settle()
+
+    def explained(self, seen: Observation) -> Finding | None:
+        """Return the finding that covers a failing case."""
+        return next(
+            (f for f in self.findings if f.kind == kind(seen.verdict) and f.covers(seen)), None
+        )
+
+    def _unexplained(self) -> Observation | None:
+        return next(
+            (seen for seen in self.observed if seen.verdict.fails and not self.explained(seen)), None
+        )
+
+    def explain(self, failing: Observation) -> Finding:
+        """Return a finding that covers a failing case: one extended by it, or a new one."""
+        for finding in self.findings:
+            if self._extend(finding, failing):
+                return finding
+        witness, counter = self._minimise(failing)
+        when: dict[str, set[Level]] = {
+            axis: {witness.at[axis]}
+            for axis in ORDER
+            if witness.at[axis] != AXIS[axis].plain and not forced(witness.at, axis)
+        }
+        if {"seqlen_q", "seqlen_kv"} & set(when):
+            when.pop("seqlen_order", None)
+        if "pass" in when:
+            when.pop("needs_grad", None)
+        finding = Finding(when, witness, counter)
+        self.findings.append(finding)
+        self._sharpen(finding)
+        if not finding.covers(failing):
+            # What joined excludes it: it fails for a reason of its own, or for none that is seen.
+            return self._alone(failing)
+        return finding
+
+    def _alone(self, failing: Observation) -> Finding:
+        """Return a finding of all the axis values of one case, or of the case itself."""
+        when = {axis.name: {failing.at[axis.name]} for axis in AXES}
+        finding = Finding(when, failing)
+        if any(seen.verdict is Verdict.OK and finding.covers(seen) for seen in self.observed):
+            finding.cases = {failing.case.id}
+        self.findings.append(finding)
+        return finding
+
+    def _minimise(self, failing: Observation) -> tuple[Observation, list[str]]:
+        """Return the plainest case found that fails alike, and the passing ones met on the way."""
+        witness, counter = failing, []
+        for axis in ORDER:
+            candidate = reset(witness.case, axis)
+            if candidate is None:
+                continue
+            seen = self.look(candidate)
+            if seen is None:
+                continue
+            if seen.verdict.fails and kind(seen.verdict) == kind(failing.verdict):
+                witness = seen
+            elif seen.verdict is Verdict.OK:
+                counter.append(candidate.id)
+        return witness, counter
+
+    def look(self, case: Case) -> Observation | None:
+        """Return what is known of a case, running it where nothing is; None: it may not be run."""
+        return self.observed.get(case.id) or self._probe(case)
+
+    def _extend(self, finding: Finding, failing: Observation) -> bool:
+        """Whether one more level on one axis makes a finding cover the case, shown on its witness."""
+        if finding.kind != kind(failing.verdict) or finding.cases:
+            return False
+        off = [axis for axis, levels in finding.when.items() if failing.at[axis] not in levels]
+        if len(off) != 1:
+            return False
+        axis = off[0]
+        moved = step(finding.witness.case, axis, failing.at[axis])
+        if moved is None:
+            return False
+        seen = self.look(moved)
+        if seen is None or not (seen.verdict.fails and kind(seen.verdict) == finding.kind):
+            return False
+        finding.when[axis].add(failing.at[axis])
+        self._sharpen(finding)
+        return finding.covers(failing)
+
+    def _sharpen(self, finding: Finding) -> None:
+        """Let axes join until no passing case is covered; pin the failing cases where none helps."""
+        for _ in range(_JOINS):
+            passing = self._passing_inside(finding)
+            if passing is None:
+                return
+            if not self._join(finding, passing):
+                break
+        if self._passing_inside(finding) is not None:
+            finding.cases = {
+                seen.case.id
+                for seen in self.observed
+                if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
+            }
+
+    def _passing_inside(self, finding: Finding) -> Observation | None:
+        if finding.cases:
+            return None
+        return next(
+            (s for s in self.observed if s.verdict is Verdict.OK and finding.covers(s)), None
+        )
+
+    def _join(self, finding: Finding, passing: Observation) -> bool:
+        """Whether an axis was found that tells a passing case from the witness, and joined."""
+        near = passing
+        for axis in ORDER:
+            if near.at[axis] == finding.witness.at[axis]:
+                continue
+            candidate = step(near.case, axis, finding.witness.at[axis])
+            if candidate is None:
+                continue
+            seen = self.look(candidate)
+            if seen is not None and seen.verdict is Verdict.OK:
+                near = seen
+        axes = sorted(differing(near.at, finding.witness.at), key=_preference)
+        if not axes:
+            return False
+        finding.counter.append(near.case.id)
+        axis = axes[0]
+        if axis in finding.when:
+            finding.when[axis].discard(near.at[axis])
+            return True
+        failing = {
+            seen.at[axis]
+            for seen in self.observed
+            if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
+        }
+        finding.when[axis] = (failing | {finding.witness.at[axis]}) - {near.at[axis]}
+        return True
+
+    def _settle(self) -> None:
+        """Sharpen all findings until none covers a passing case, and drop those another one holds."""
+        for finding in list(self.findings):
+            self._sharpen(finding)
+        self._merge()
+
+    def _merge(self) -> None:
+        """Join findings that differ on one axis only; drop those that another one contains."""
+        merged = True
+        while merged:
+            merged = False
+            for one in self.findings:
+                for other in self.findings:
+                    if one is not other and self._merged(one, other):
+                        self.findings.remove(other)
+                        merged = True
+                        break
+                if merged:
+                    break
+
+    def _merged(self, one: Finding, other: Finding) -> bool:
+        """Whether `other` went into `one`."""
+        if one.kind != other.kind or one.cases or other.cases:
+            return False
+        if all(axis in other.when and other.when[axis] <= one.when[axis] for axis in one.when):
+            return True
+        if one.when.keys() != other.when.keys():
+            return False
+        off = [axis for axis in one.when if one.when[axis] != other.when[axis]]
+        if len(off) != 1:
+            return False
+        both = Finding({**one.when, off[0]: one.when[off[0]] | other.when[off[0]]}, one.witness)
+        if self._passing_inside(both) is not None:
+            return False
+        one.when = both.when
+        one.counter += other.counter
+        return True
+
+    def _try_neighbours(self, finding: Finding, round_: int) -> None:
+        """Run random cases inside and outside a finding and note how many of each fail."""
+        if finding.cases:
+            return
+        draw = random.Random(f"{finding.witness.case.id}/{round_}")  # noqa: S311  # no secret
+        inside = self._sample(draw, finding, lambda case: self._vary(draw, case, 3, finding.when))
+        outside = self._sample(draw, finding, lambda case: self._leave(draw, case, finding))
+        counts = []
+        for cases in (inside, outside):
+            seen = [s for case in cases if (s := self.look(case)) is not None]
+            judged = [s for s in seen if s.verdict is Verdict.OK or s.verdict.fails]
+            failed = [s for s in judged if s.verdict.fails and kind(s.verdict) == finding.kind]
+            counts += [len(failed), len(judged)]
+        finding.rates = Rates(
+            inside_failed=counts[0],
+            inside_tried=counts[1],
+            outside_failed=counts[2],
+            outside_tried=counts[3],
+        )
+
+    def _sample(
+        self, draw: random.Random, finding: Finding, move: Callable[[Case], Case | None]
+    ) -> list[Case]:
+        """Return a few moved cases that no other finding covers."""
+        sources = [
+            seen
+            for seen in self.observed
+            if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
+        ]
+        found: dict[str, Case] = {}
+        for _ in range(NEIGHBOURS * 8):
+            if len(found) == NEIGHBOURS:
+                break
+            case = move(draw.choice(sources).case if sources else finding.witness.case)
+            if case is not None and not self._covered_by_other(case, finding):
+                found[case.id] = case
+        return list(found.values())
+
+    def _covered_by_other(self, case: Case, finding: Finding) -> bool:
+        at = levels_of(case)
+        return any(
+            other is not finding
+            and not other.cases
+            and all(at[axis] in levels for axis, levels in other.when.items())
+            for other in self.findings
+        )
+
+    @staticmethod
+    def _vary(
+        draw: random.Random, case: Case, count: int, keep: Iterable[str]
+    ) -> Case | None:
+        """Return the case with some axes at random ordinary levels, those of `keep` untouched."""
+        axes = [axis for axis in AXES if axis.name not in keep and axis.name != "seqlen_order"]
+        moved: Case | None = case
+        for axis in draw.sample(axes, min(count, len(axes))):
+            levels = [level for level in axis.levels if level not in axis.special]
+            moved = step(moved, axis.name, draw.choice(levels)) if moved is not None else None
+        if moved is None or moved.id == case.id:
+            return None
+        at, before = levels_of(moved), levels_of(case)
+        return moved if all(at[axis] == before[axis] for axis in keep) else None
+
+    def _leave(self, draw: random.Random, case: Case, finding: Finding) -> Case | None:
+        """Return the case with one axis of the finding at a random level outside it."""
+        if not finding.when:
+            return None
+        axis = draw.choice(sorted(finding.when))
+        levels = [level for level in AXIS[axis].levels if level not in finding.when[axis]]
+        moved = step(case, axis, draw.choice(levels)) if levels else None
+        return None if moved is None else self._vary(draw, moved, 1, finding.when)
+
+
+def _preference(axis: str) -> int:
+    return _PREFERRED.index(axis) if axis in _PREFERRED else len(_PREFERRED) + ORDER.index(axis)

@@ -1,0 +1,91 @@
+"""Move a case along one axis, repairing what the constraints tie to it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attnprobe.axes import AXES, AXIS, At, Level, allowed, levels_of
+from attnprobe.config import Case
+from attnprobe.probe.concrete import with_levels
+
+LENGTHS: Final = frozenset({"seqlen_q", "seqlen_kv", "seqlen_order"})
+
+# The order in which axes are tried: what is costly to keep first, what names a failure best last.
+ORDER: Final = (
+    "seqlen_q",
+    "seqlen_kv",
+    "seqlen_order",
+    *(axis.name for axis in AXES if axis.name not in LENGTHS and axis.name not in {"pass", "dtype"}),
+    "dtype",
+    "pass",
+)
+
+
+def step(case: Case, axis: str, level: Level) -> Case | None:
+    """Return the case with `axis` at `level` and as little else changed as the constraints allow.
+
+    None where no repair makes it possible.
+    """
+    at = levels_of(case)
+    if at[axis] == level:
+        return case
+    for repair in _repairs(axis):
+        wanted = {**at, axis: level}
+        changed = {axis}
+        for other, choice in repair.items():
+            if wanted[other] != choice:
+                wanted[other] = choice
+                changed.add(other)
+        if axis == "pass":
+            wanted["needs_grad"] = "none" if level == "forward" else "all"
+            changed.add("needs_grad")
+        if allowed(wanted):
+            moved = with_levels(case, wanted, frozenset(changed))
+            if levels_of(moved) == wanted:
+                return moved
+    return None
+
+
+def _repairs(axis: str) -> list[dict[str, Level]]:
+    """Return what else may be changed along with an axis, the least first."""
+    if axis in {"seqlen_q", "seqlen_kv"}:
+        return [{}, *({"seqlen_order": order} for order in AXIS["seqlen_order"].levels)]
+    if axis == "seqlen_order":
+        pairs = (("x128", "x128"), ("odd", "odd"), ("x128", "odd"), ("odd", "x128"))
+        return [{}, *({"seqlen_q": q, "seqlen_kv": kv} for q, kv in pairs)]
+    return [{}]
+
+
+def reset(case: Case, axis: str) -> Case | None:
+    """Return the case with `axis` at its plain level, or where the constraints forbid that, at the
+    first level before its own that they allow; None where it is as plain as it can be.
+    """
+    at = levels_of(case)
+    plain = AXIS[axis].plain
+    if at[axis] == plain:
+        return None
+    moved = step(case, axis, plain)
+    if moved is not None:
+        return moved
+    for level in AXIS[axis].levels:
+        if level == at[axis]:
+            return None
+        moved = step(case, axis, level)
+        if moved is not None:
+            return moved
+    return None
+
+
+def forced(at: At, axis: str) -> bool:
+    """Whether the other levels leave `axis` no plain level, so that naming it says nothing."""
+    return not allowed({**at, axis: AXIS[axis].plain})
+
+
+def differing(one: At, other: At) -> list[str]:
+    """Return the axes on which two choices differ, without those that follow from others."""
+    axes = [axis for axis in ORDER if one[axis] != other[axis]]
+    if "pass" in axes and "needs_grad" in axes:
+        axes.remove("needs_grad")
+    if "seqlen_order" in axes and {"seqlen_q", "seqlen_kv"} & set(axes):
+        axes.remove("seqlen_order")
+    return axes

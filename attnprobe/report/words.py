@@ -1,0 +1,120 @@
+"""Rules, cases and verdicts in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from attnprobe.axes import AXIS, Level
+from attnprobe.matrix.schema import Rule
+from attnprobe.verdict import Verdict
+
+_WORDS: Final[dict[tuple[str, Level], str]] = {
+    ("masked_rows", "false"): "bool mask with a row masked whole",
+    ("masked_rows", "-inf"): "float mask with a row masked whole by -inf",
+    ("masked_rows", "finfo-min"): "float mask with a row masked whole by finfo.min",
+    ("seqlen_q", "0"): "no queries (length 0)",
+    ("seqlen_kv", "0"): "no keys (length 0)",
+    ("layout", "inner-stride"): "innermost stride not 1",
+    ("layout", "varlen"): "sequences packed end to end",
+    ("layout", "packed"): "q, k, v sliced from one buffer",
+    ("layout", "expanded"): "k, v expanded with stride 0",
+    ("layout", "transposed"): "(B, S, H, D) transposed",
+    ("layout", "contiguous"): "contiguous",
+    ("needs_grad", "mask"): "gradient of the mask",
+    ("needs_grad", "q"): "gradient of q alone",
+    ("needs_grad", "kv"): "gradients of k and v alone",
+    ("dropout", "on"): "dropout",
+    ("dropout", "off"): "no dropout",
+    ("softcap", "on"): "softcap",
+    ("alibi", "on"): "ALiBi",
+    ("scale", "custom"): "a scale of its own",
+    ("deterministic", "on"): "deterministic",
+    ("mask", "none"): "no mask",
+    ("mask", "window"): "sliding window",
+    ("batch", "one"): "one batch entry",
+    ("batch", "more"): "several batch entries",
+}
+_BARE: Final = frozenset({"pass", "dtype"})
+_FIRST: Final = ("pass", "masked_rows", "mask", "layout", "dropout")
+_VERDICTS: Final = {
+    Verdict.UNWRITTEN: "never written",
+    Verdict.WRONG: "wrong",
+    Verdict.NONFINITE: "not finite",
+    Verdict.OUT_OF_BOUNDS: "memory outside the tensors touched",
+    Verdict.NONDETERMINISTIC: "not deterministic",
+    Verdict.CRASHED: "the process dies",
+    Verdict.HUNG: "no answer",
+    Verdict.REFUSED: "refused",
+}
+
+
+def conditions(when: Mapping[str, Sequence[Level]]) -> str:
+    """Return the conditions of a rule: "backward, float mask ..., float32 or bfloat16"."""
+    names = sorted(when, key=lambda a: (_FIRST.index(a) if a in _FIRST else len(_FIRST), a == "dtype"))
+    return ", ".join(_condition(name, when[name]) for name in names) or "every case"
+
+
+def _condition(axis: str, levels: Sequence[Level]) -> str:
+    rest = [level for level in AXIS[axis].levels if level not in levels]
+    if len(rest) == 1 and len(levels) > 2:  # noqa: PLR2004  # "a or b" reads better than "not c"
+        return f"{axis} not {rest[0]}"
+    if axis == "head_dim":
+        return f"head dim {_runs(levels)}"
+    said = [_WORDS.get((axis, level)) or (str(level) if axis in _BARE else f"{axis} {level}") for level in levels]
+    return " or ".join(said)
+
+
+def _runs(levels: Sequence[Level]) -> str:
+    """Return head dims as "200 to 256 by 8, 512"."""
+    known = list(AXIS["head_dim"].levels)
+    runs: list[list[Level]] = []
+    for level in levels:
+        follows = runs and known.index(level) == known.index(runs[-1][-1]) + 1
+        if follows and level != known[-1]:
+            runs[-1].append(level)
+        else:
+            runs.append([level])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]} by 8" for r in runs)
+
+
+def consequence(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
+    """Return what happens under a rule: "dq, dk, dv wrong, dq of row 0 128 times too large"."""
+    said = _VERDICTS.get(rule.verdict, rule.verdict.value)
+    text = f"{', '.join(rule.outputs)} {said}" if rule.outputs else said
+    for name, found in detail.get("wrong", {}).items():
+        if "factor" in found and float(found["factor"]) > 1:
+            times = float(found["factor"])
+            exact = abs(times - seqlen_kv) < 0.01 * seqlen_kv > 0
+            text += f", {name} {times:g} times too large" + (" (S_kv times)" if exact else "")
+    if "how" in detail:
+        text += f" ({detail['how']})"
+    if rule.verdict is Verdict.REFUSED and rule.reason:
+        text += f": {rule.reason}"
+    return text
+
+
+def rule_text(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
+    """Return a rule in one sentence, without the backend's name."""
+    text = f"{conditions(rule.when)}: {consequence(rule, detail, seqlen_kv)}"
+    if rule.cases:
+        text = f"{len(rule.cases)} exact cases: {consequence(rule, detail, seqlen_kv)}"
+    if rule.right:
+        text += f"; {', '.join(rule.right)} {'is' if len(rule.right) == 1 else 'are'} right"
+    return text
+
+
+def evidence_text(rule: Rule) -> str:
+    """Return on how much a rule rests."""
+    parts = [f"{rule.failing} cases"]
+    if rule.skipped:
+        parts.append(f"{rule.skipped} more skipped")
+    if rule.rates is not None:
+        r = rule.rates
+        parts.append(
+            f"random neighbours failing: {r.inside_failed} of {r.inside_tried} inside, "
+            f"{r.outside_failed} of {r.outside_tried} outside"
+        )
+    if not rule.localised:
+        parts.append("not localised")
+    return "; ".join(parts)

@@ -1,0 +1,58 @@
+"""Small things of the operating system: die with the parent, find and end children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent(*, wanted: bool = True) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none can hide (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the direct children of a process, by /proc (Linux; elsewhere none)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name, in parentheses, may hold spaces; the parent is the second field behind it.
+            fields = entry.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group of a session leader, whatever it ignores."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def kill_tree(pid: int) -> int:
+    """Kill a process and all its descendants; return how many there were."""
+    killed = 0
+    for child in children_of(pid):
+        killed += kill_tree(child)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+        killed += 1
+    return killed

@@ -1,0 +1,251 @@
+"""One scan: plan, run, judge, localise, matrix. The one place that sees all stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Final
+
+from msgspec import Struct
+
+from attnprobe.axes import levels_of
+from attnprobe.config import Case
+from attnprobe.device.interface import Device
+from attnprobe.errors import NoVerdictError
+from attnprobe.matrix.schema import Material, Matrix, Result
+from attnprobe.probe.localise import Finding, Localiser
+from attnprobe.probe.observed import Observation, Observed
+from attnprobe.probe.plan import Plan
+from attnprobe.run.assemble import Account, assemble
+from attnprobe.run.journal import Journal
+from attnprobe.run.protocol import Outcome
+from attnprobe.run.supervisor import Supervisor
+from attnprobe.verdict import Evidence, Verdict
+
+WITNESSES: Final = 5
+"""Deaths under one finding after which further cases under it are not run."""
+LOCALISING_SHARE: Final = 0.2
+"""Share of a time budget that is kept for localising."""
+
+
+class Present(Struct, frozen=True, kw_only=True):
+    """A backend of this scan, or the reason it is absent."""
+
+    name: str
+    materials: tuple[Material, ...]
+    reason: str = ""
+    compiles: bool = False
+
+
+@dataclass
+class Progress:
+    """What a display is told: the stage, how far it is, and how many cases failed so far."""
+
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    failing: int = 0
+
+
+class BudgetSpent(Exception):  # noqa: N818  # no error: the time that was asked for is over
+    """Raised inside localising to end it."""
+
+
+@dataclass
+class Scan:
+    """The state of one scan. Call `run()` once; after an interrupt `matrix()` still gives what is known."""
+
+    device: Device
+    plan: Plan
+    supervisor: Supervisor
+    backends: tuple[Present, ...]
+    journal: Journal
+    budget: float | None = None
+    kernels: int | None = None
+    show: Callable[[Progress], None] = lambda _: None
+    _observed: dict[str, Observed] = field(default_factory=dict)
+    _findings: dict[str, list[Finding]] = field(default_factory=dict)
+    _traits: dict[str, dict[str, set[str]]] = field(default_factory=dict)
+    _right: dict[str, set[str]] = field(default_factory=dict)
+    _compiled: dict[str, int] = field(default_factory=dict)
+    _progress: Progress = field(default_factory=Progress)
+    _account: Account = field(default_factory=Account)
+
+    def __post_init__(self) -> None:
+        """Prepare an empty record per backend."""
+        self._start = time.monotonic()
+        self._account.started = _now()
+        self._names = tuple(one.name for one in self.backends if not one.reason)
+        self._observed = {name: Observed() for name in self._names}
+        self._findings = {name: [] for name in self._names}
+        self._traits = {name: {} for name in self._names}
+        self._limits = {
+            one.name: self.kernels for one in self.backends if one.compiles and not one.reason
+        }
+
+    def run(self) -> None:
+        """Run the plan, then localise what failed."""
+        if not self._names:
+            raise NoVerdictError(
+                "no backend to probe",
+                why="; ".join(f"{one.name}: {one.reason}" for one in self.backends),
+                fix="attnprobe doctor",
+            )
+        self._run_plan()
+        self._localise()
+        self._account.finished_all = self._account.executed == len(self.plan.cases)
+        self._account.localised = self._account.localised and self._account.finished_all
+
+    def matrix(self) -> Matrix:
+        """Return the document of what is known now."""
+        self._account.finished = _now()
+        self._account.seconds["total"] = time.monotonic() - self._start
+        self._account.seconds["import"] = self.supervisor.import_seconds
+        described = self.supervisor.described
+        self._account.poison = described.poison if described else ""
+        return assemble(
+            self.device.record,
+            self.plan,
+            self.backends,
+            self._observed,
+            self._findings,
+            {n: {k: " or ".join(sorted(v)) for k, v in t.items()} for n, t in self._traits.items()},
+            self._right,
+            self._account,
+        )
+
+    def _over(self, share: float) -> bool:
+        return self.budget is not None and time.monotonic() - self._start > self.budget * share
+
+    def _run_plan(self) -> None:
+        self._progress = Progress("cases", total=len(self.plan.cases))
+        for case in self.plan.cases:
+            if self._over(1 - LOCALISING_SHARE):
+                return
+            self._execute(case, self._names)
+            self._account.executed += 1
+            self._progress.done += 1
+            self.show(self._progress)
+
+    def _execute(self, case: Case, names: tuple[str, ...]) -> None:
+        """Run a case on the backends that still have something to show by it."""
+        wanted = []
+        for name in names:
+            known = self.journal.known.get((case.id, name))
+            if known is not None:
+                self._keep(case, known)
+            elif self._is_worth(name, case):
+                wanted.append(name)
+        if not wanted:
+            return
+        self.journal.launch(case, tuple(wanted))
+        for outcome in self.supervisor.run(case, tuple(wanted), self._account.seconds):
+            self.journal.outcome(case, outcome)
+            self._keep(case, outcome)
+
+    def _is_worth(self, name: str, case: Case) -> bool:
+        """Whether to run a case: not where enough deaths are known, nor past the limit of kernels."""
+        at_death = self._deadly(name, case)
+        if at_death is not None and at_death.deaths >= WITNESSES:
+            at_death.skipped += 1
+            self._account.skipped += 1
+            return False
+        if self._past_kernels(name, case):
+            self._account.skipped += 1
+            return False
+        return True
+
+    def _past_kernels(self, name: str, case: Case) -> bool:
+        """Whether a case would compile one kernel too many."""
+        limit = self._limits.get(name)
+        compiles = limit is not None and case.pass_ == "forward"
+        return compiles and self._compiled.get(name, 0) >= (limit or 0)
+
+    def _deadly(self, name: str, case: Case) -> Finding | None:
+        seen = Observation(case, levels_of(case), Result(id=case.id))
+        for finding in self._findings[name]:
+            if finding.kind == "death" and finding.covers(seen):
+                return finding
+        return None
+
+    def _keep(self, case: Case, outcome: Outcome) -> Observation:
+        """Record an outcome; a new way to die is localised at once, so that it is not died of often."""
+        name = outcome.backend
+        result = Result(
+            id=case.id,
+            verdict=outcome.verdict,
+            evidence=outcome.evidence,
+            outputs=outcome.outputs,
+            kernel=outcome.kernel,
+            detail=outcome.detail,
+        )
+        seen = self._observed[name].add(case, result)
+        if name in self._limits and case.pass_ == "forward" and outcome.evidence is Evidence.MEASURED:
+            self._compiled[name] = self._compiled.get(name, 0) + 1
+        for trait, value in outcome.traits.items():
+            self._traits[name].setdefault(trait, set()).add(value)
+        if seen.verdict.fails:
+            self._progress.failing += 1
+        if seen.verdict.ends_worker and self._progress.stage == "cases":
+            finding = self._deadly(name, case)
+            if finding is None:
+                finding = self._localise_death(name, seen)
+            finding.deaths += 1
+        return seen
+
+    def _localise_death(self, name: str, seen: Observation) -> Finding:
+        localiser = self._localiser(name)
+        localiser.findings = self._findings[name]
+        return localiser.explain(seen)
+
+    def _localiser(self, name: str) -> Localiser:
+        def probe(case: Case) -> Observation | None:
+            if self._over(1.0):
+                raise BudgetSpent
+            if self._past_kernels(name, case):
+                return None
+            stage, self._progress.stage = self._progress.stage, "rules"
+            known = self.journal.known.get((case.id, name))
+            if known is None:
+                self.journal.launch(case, (name,))
+                (known,) = self.supervisor.run(case, (name,), self._account.seconds)
+                self.journal.outcome(case, known)
+            seen = self._keep(case, known)
+            self._account.extra += 1
+            self.show(self._progress)
+            self._progress.stage = stage
+            return seen
+
+        return Localiser(self._observed[name], probe)
+
+    def _localise(self) -> None:
+        self._progress = Progress("rules", failing=self._progress.failing)
+        try:
+            for name in self._names:
+                localiser = self._localiser(name)
+                localiser.findings = self._findings[name]
+                localiser.run()
+            self._find_who_is_right()
+            self._account.localised = True
+        except BudgetSpent:
+            self._account.localised = False
+
+    def _find_who_is_right(self) -> None:
+        """Run every witness on the other backends, so that a rule can name one that is right."""
+        for name in self._names:
+            for finding in self._findings[name]:
+                case = finding.witness.case
+                for other in self._names:
+                    if other == name or other in self._limits:
+                        continue
+                    seen = self._observed[other].get(case.id)
+                    if seen is None:
+                        seen = self._localiser(other).look(case)
+                    if seen is not None and seen.verdict is Verdict.OK:
+                        self._right.setdefault(case.id, set()).add(other)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

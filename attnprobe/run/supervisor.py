@@ -1,0 +1,356 @@
+"""Keep one worker busy and alive: attribute every crash, exit and hang to the case that caused it.
+
+A worker is its own session; it is forked from a zygote that imported torch. When it dies or overstays,
+its whole group is killed within a bounded time, the backend it was on is tried once more alone in a fresh
+worker, and the rest of the case goes on in another. A death that does not repeat alone accuses nobody: it
+is `inconclusive`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import IO, Final
+
+from msgspec import structs
+
+from attnprobe.config import Case
+from attnprobe.errors import NoVerdictError, UsageError
+from attnprobe.probe.poison import ENVIRONMENT
+from attnprobe.run import processes
+from attnprobe.run.protocol import (
+    SPAWN,
+    Begin,
+    Describe,
+    Described,
+    Exited,
+    Finished,
+    Found,
+    Outcome,
+    Ready,
+    RunCase,
+    Spawned,
+    receive_reply,
+    receive_zygote,
+    send,
+)
+from attnprobe.verdict import Verdict
+
+START_LIMIT: Final = 120.0
+"""Seconds that importing torch and its backends may take."""
+KILL_LIMIT: Final = 5.0
+"""Seconds to wait for a killed process to be gone."""
+_SAID: Final = 300
+CONTROLS: Final = tuple(
+    Case(pass_="forward", needs_grad="none", dtype=dtype)
+    for dtype in ("float32", "bfloat16", "float16")
+)
+"""The plainest case in each dtype: a backend that refuses all of them is not here."""
+
+
+class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end, with its cause
+    """The worker ended, or was ended for overstaying, while on `backend`."""
+
+    def __init__(self, backend: str, verdict: Verdict, how: str, said: str, left: int) -> None:
+        """Keep what is known of it."""
+        super().__init__(how)
+        self.backend = backend
+        self.verdict = verdict
+        self.how = how
+        self.said = said
+        self.left = left
+
+
+class Supervisor:
+    """Runs cases on one device. Use as a context manager: leaving it leaves no process."""
+
+    def __init__(self, device_name: str, asked: tuple[str, ...], limit: float) -> None:
+        """`asked` are backend names as given by the user; `limit` seconds per case and backend."""
+        self._device_name = device_name
+        self._asked = asked
+        self._limit = limit
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._worker: _Worker | None = None
+        self.import_seconds = 0.0
+        self.described: Described | None = None
+
+    def __enter__(self) -> Supervisor:
+        """Start the zygote and ask a first worker what is here."""
+        try:
+            self._start_zygote()
+            self._ensure_worker()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End every process."""
+        self.close()
+
+    def close(self) -> None:
+        """End the worker and the zygote, waiting a bounded time for each."""
+        self._drop_worker()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._zygote is not None:
+            try:
+                self._zygote.wait(KILL_LIMIT)
+            except subprocess.TimeoutExpired:
+                processes.kill_tree(self._zygote.pid)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._zygote.wait(KILL_LIMIT)
+            self._zygote = None
+
+    def controlled(self) -> list[Found]:
+        """Return what is here; a backend that refuses the plainest case in every dtype is absent.
+
+        The reason is the library's own: this is how a backend without a kernel for the device shows.
+        """
+        assert self.described is not None
+        found = []
+        for one in self.described.backends:
+            reason = one.reason
+            if not reason and not one.compiles:
+                reason = self._refuses_all(one.name)
+            found.append(structs.replace(one, reason=reason))
+        return sorted(found, key=lambda one: one.name)
+
+    def _refuses_all(self, name: str) -> str:
+        said = ""
+        for case in CONTROLS:
+            (outcome,) = self.run(case, (name,), {})
+            if outcome.verdict is not Verdict.REFUSED:
+                return ""
+            said = said or str(outcome.detail.get("says", "refused"))
+        return said
+
+    def run(
+        self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
+    ) -> Iterator[Outcome]:
+        """Yield an outcome for every backend, whatever they do to their process.
+
+        Adds the worker's own account of its time to `seconds`.
+        """
+        left = list(backends)
+        while left:
+            try:
+                for outcome in self._attempt(case, tuple(left), seconds):
+                    left.remove(outcome.backend)
+                    yield outcome
+                # Finished without an answer for these: the worker broke its promise.
+                for name in left:
+                    yield _unanswered(name)
+                return
+            except Death as death:
+                name = death.backend or left[0]
+                left.remove(name)
+                if not death.backend:
+                    # It died building inputs or reference: nobody's kernel, and it would die again.
+                    yield _inconclusive(name, death)
+                    for other in left:
+                        yield _inconclusive(other, death)
+                    return
+                yield self._again(case, name, death, seconds)
+
+    def _again(
+        self, case: Case, name: str, first: Death, seconds: dict[str, float]
+    ) -> Outcome:
+        """Return the outcome of a case that ended its worker, tried alone in a fresh one."""
+        try:
+            for _ in self._attempt(case, (name,), seconds):
+                pass
+        except Death as second:
+            self._drop_worker()
+            if second.backend == name:
+                detail: dict[str, object] = {"how": second.how}
+                if second.said:
+                    detail["said"] = second.said
+                if second.left:
+                    detail["children left"] = second.left
+                return Outcome(backend=name, verdict=second.verdict, detail=detail)
+        return _inconclusive(name, first)
+
+    def _attempt(
+        self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
+    ) -> Iterator[Outcome]:
+        """Yield outcomes as they come; raise Death where the worker ends on the way."""
+        worker = self._ensure_worker()
+        worker.ask(RunCase(case, backends))
+        on = ""
+        while True:
+            reply = worker.reply(self._limit)
+            if isinstance(reply, Begin):
+                on = reply.backend
+            elif isinstance(reply, Outcome):
+                _add(seconds, reply.seconds)
+                yield reply
+                on = ""
+            elif isinstance(reply, Finished):
+                _add(seconds, reply.seconds)
+                return
+            else:
+                raise self._death(worker, on, hung=reply == "hung")
+
+    def _death(self, worker: _Worker, on: str, *, hung: bool) -> Death:
+        """Return how the worker ended, after making sure that it did."""
+        if hung:
+            processes.kill_group(worker.pid)
+        exited = self._wait_exit(worker.pid)
+        said = worker.said()
+        self._worker = None
+        worker.close()
+        left = exited.left if exited else 0
+        if hung:
+            return Death(on, Verdict.HUNG, f"no answer within {self._limit:g} s", said, left)
+        if exited is None:
+            return Death(on, Verdict.HUNG, "cannot be killed", said, left)
+        return Death(on, Verdict.CRASHED, _how(exited.code), said, left)
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, **ENVIRONMENT}
+        command = [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno())]
+        self._zygote = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
+            [*command, self._device_name],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None,
+            start_new_session=True,
+            env=environment,
+        )
+        theirs.close()
+        self._control = ours
+        ready = self._from_zygote(START_LIMIT)
+        if not isinstance(ready, Ready):
+            raise NoVerdictError("the probing process did not start", why="no answer from it")
+        if ready.error:
+            raise NoVerdictError(
+                "torch cannot be imported",
+                why=ready.error,
+                fix="pip install 'attnprobe[torch]', or a torch of your own",
+            )
+        self.import_seconds = ready.seconds
+
+    def _ensure_worker(self) -> _Worker:
+        """Return the living worker, or a fresh one that knows its backends."""
+        if self._worker is not None:
+            return self._worker
+        if self._zygote is None or self._zygote.poll() is not None:
+            self.close()
+            self._start_zygote()
+        assert self._control is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
+        theirs.close()
+        spawned = self._from_zygote(START_LIMIT)
+        while isinstance(spawned, Exited):
+            spawned = self._from_zygote(START_LIMIT)
+        if not isinstance(spawned, Spawned):
+            raise NoVerdictError("no worker could be started")
+        worker = _Worker(spawned.pid, ours, output)
+        self._worker = worker
+        worker.ask(Describe(self._asked))
+        described = worker.reply(START_LIMIT)
+        if not isinstance(described, Described):
+            death = self._death(worker, "", hung=described == "hung")
+            raise NoVerdictError(
+                "the backends could not be imported", why=death.how, fix="attnprobe doctor"
+            )
+        if described.what:
+            raise UsageError(described.what, why=described.why, fix=described.fix)
+        self.described = self.described or described
+        return worker
+
+    def _drop_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            processes.kill_group(worker.pid)
+            self._wait_exit(worker.pid)
+            worker.close()
+
+    def _wait_exit(self, pid: int) -> Exited | None:
+        """Return the zygote's report of a worker's end; None if it does not come in time."""
+        deadline = time.monotonic() + KILL_LIMIT
+        while (left := deadline - time.monotonic()) > 0:
+            report = self._from_zygote(left)
+            if isinstance(report, Exited) and report.pid == pid:
+                return report
+            if report is None:
+                return None
+        return None
+
+    def _from_zygote(self, limit: float) -> Ready | Spawned | Exited | None:
+        if self._control is None:
+            return None
+        readable, _, _ = select.select([self._control], [], [], limit)
+        return receive_zygote(self._control) if readable else None
+
+
+class _Worker:
+    """The scan's end of one worker."""
+
+    def __init__(self, pid: int, channel: socket.socket, output: IO[bytes]) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._output = output
+        self._mark = 0
+
+    def ask(self, request: Describe | RunCase) -> None:
+        """Send a request; a worker that is gone shows at the next reply."""
+        self._mark = os.fstat(self._output.fileno()).st_size
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(self._channel, request)
+
+    def reply(self, limit: float) -> Described | Begin | Outcome | Finished | str | None:
+        """Return the next message, None where the worker is gone, "hung" where it takes too long."""
+        readable, _, _ = select.select([self._channel], [], [], limit)
+        return receive_reply(self._channel) if readable else "hung"
+
+    def said(self) -> str:
+        """Return the last line that was printed since the last request."""
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(self._mark, size - 4096)
+        text = os.pread(self._output.fileno(), max(size - start, 0), start).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1][:_SAID] if lines else ""
+
+    def close(self) -> None:
+        """Close the channel and forget the output."""
+        self._channel.close()
+        self._output.close()
+
+
+def _add(total: dict[str, float], part: dict[str, float]) -> None:
+    for name, value in part.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+def _how(code: int) -> str:
+    """Return an exit code in words: the signal's name, or the code."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"died of {signal.Signals(-code).name}"
+        return f"died of signal {-code}"
+    return f"exited with code {code}"
+
+
+def _inconclusive(name: str, death: Death) -> Outcome:
+    detail = {"how": f"{death.how}, once; not when run alone" if death.backend else death.how}
+    return Outcome(backend=name, verdict=Verdict.INCONCLUSIVE, detail=detail)
+
+
+def _unanswered(name: str) -> Outcome:
+    return Outcome(backend=name, verdict=Verdict.INCONCLUSIVE, detail={"how": "no answer"})

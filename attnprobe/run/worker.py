@@ -1,0 +1,218 @@
+"""The process that runs cases: builds inputs and the reference once, then each backend, and judges.
+
+Every library here may crash it, end it or hang it; the scan notices and goes on with another worker. What
+it prints goes to a file, not into the conversation.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from typing import Any, Final
+
+import torch
+
+from attnprobe.backends.interface import Outputs
+from attnprobe.backends.registry import choose
+from attnprobe.config import Case
+from attnprobe.device.cpu import cpu_device
+from attnprobe.errors import AttnprobeError
+from attnprobe.probe import dropout
+from attnprobe.probe.inputs import Tensors, make
+from attnprobe.probe.judge import Judgement, input_bits, inputs_changed, judge
+from attnprobe.probe.poison import FILLS, Poison
+from attnprobe.probe.reference import Reference, reference
+from attnprobe.run.protocol import (
+    Begin,
+    Describe,
+    Described,
+    Finished,
+    Found,
+    Outcome,
+    RunCase,
+    receive_request,
+    send,
+)
+from attnprobe.verdict import Evidence, Verdict
+
+_WORDS: Final = 300
+"""Characters of a library's message that are kept."""
+
+
+def main(channel: socket.socket, device_name: str) -> None:
+    """Answer requests until there are no more."""
+    Worker(channel, device_name).serve()
+
+
+class Worker:
+    """One device, one conversation."""
+
+    def __init__(self, channel: socket.socket, device_name: str) -> None:
+        """Prepare the device; torch's own fill would hide ours, so it is off."""
+        self._channel = channel
+        self._device = cpu_device()
+        self._torch_device = torch.device(device_name)
+        self._poison = Poison()
+        self._backends: dict[str, Any] = {}
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def serve(self) -> None:
+        """Answer requests until the scan hangs up."""
+        while (request := receive_request(self._channel)) is not None:
+            if isinstance(request, Describe):
+                self._describe(request)
+            else:
+                self._run(request)
+
+    def _describe(self, request: Describe) -> None:
+        try:
+            self._backends, absent = choose(request.asked, self._device)
+        except AttnprobeError as error:
+            send(self._channel, Described((), what=error.what, why=error.why, fix=error.fix))
+            return
+        plain = Case(pass_="forward", needs_grad="none")
+        found = [
+            Found(
+                name=name,
+                materials=tuple(backend.materials()),
+                compiles=backend.kernel_key(plain) is not None,
+            )
+            for name, backend in self._backends.items()
+        ]
+        found += [Found(name=one.name, reason=one.reason) for one in absent]
+        send(self._channel, Described(tuple(found), self._poison.covers))
+
+    def _run(self, request: RunCase) -> None:
+        case, seconds = request.case, {"inputs": 0.0, "reference": 0.0}
+        willing = []
+        for name in request.backends:
+            refusal = self._backends[name].declares(case, self._device)
+            if refusal is None:
+                willing.append(name)
+            else:
+                self._say(name, Verdict.REFUSED, {"says": refusal.reason}, Evidence.DECLARED)
+        if willing:
+            send(self._channel, Begin(""))
+            with _Timer(seconds, "inputs"):
+                tensors = make(case, self._torch_device)
+                before = input_bits(tensors)
+            expected = None
+            if not case.dropout:
+                with _Timer(seconds, "reference"):
+                    expected = reference(case, tensors)
+            for name in willing:
+                send(self._channel, Begin(name))
+                if self._one(name, case, tensors, before, expected):
+                    # A backend changed the inputs: the next one gets them as they were.
+                    tensors = make(case, self._torch_device)
+        send(self._channel, Finished(seconds))
+
+    def _one(
+        self,
+        name: str,
+        case: Case,
+        tensors: Tensors,
+        before: list[torch.Tensor],
+        expected: Reference | None,
+    ) -> bool:
+        """Run, judge and report one backend; return whether it changed the inputs."""
+        seconds = {"kernel": 0.0, "judge": 0.0}
+        backend = self._backends[name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with _Timer(seconds, "kernel"):
+                    kernel = self._kernel(backend, case, tensors)
+                    runs = [self._filled(backend, case, tensors, fill) for fill in FILLS]
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                self._say(name, Verdict.OUT_OF_MEMORY, {"says": _words(error)})
+                return False
+            except Exception as error:  # noqa: BLE001  # a refusal is whatever the library raises
+                self._say(name, Verdict.REFUSED, {"says": _words(error)}, seconds=seconds)
+                return False
+        with _Timer(seconds, "judge"):
+            changed = inputs_changed(tensors, before)
+            try:
+                if case.dropout and expected is None:
+                    expected = dropout.reference_with_its_mask(case, tensors, backend)
+                found = judge(case, tensors, runs, expected)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                found = Judgement(Verdict.INCONCLUSIVE, (), {"judge": _words(error)})
+            if changed:
+                found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
+        self._say(
+            name,
+            found.verdict,
+            found.detail,
+            outputs=found.outputs,
+            traits=found.traits,
+            kernel=kernel,
+            seconds=seconds,
+        )
+        return bool(changed)
+
+    def _filled(self, backend: Any, case: Case, tensors: Tensors, fill: int) -> Outputs:
+        """Return one run with unwritten memory holding `fill`."""
+        torch.manual_seed(case.seed)
+        # use_deterministic_algorithms does the same and imports the compiler, two seconds a worker.
+        torch.set_deterministic_debug_mode("error" if case.deterministic else "default")
+        self._poison.fill(fill)
+        try:
+            outputs: Outputs = backend.run(case, tensors)
+            if self._torch_device.type != "cpu":
+                torch.accelerator.synchronize()
+            return outputs
+        finally:
+            self._poison.stop()
+            torch.set_deterministic_debug_mode("default")
+
+    @staticmethod
+    def _kernel(backend: Any, case: Case, tensors: Tensors) -> str:
+        """Return the operator that runs, where the backend can tell."""
+        probe = getattr(backend, "kernel", None)
+        return "" if probe is None else str(probe(case, tensors))
+
+    def _say(  # noqa: PLR0913  # one field each of the message
+        self,
+        name: str,
+        verdict: Verdict,
+        detail: dict[str, Any],
+        evidence: Evidence = Evidence.MEASURED,
+        *,
+        outputs: tuple[str, ...] = (),
+        traits: dict[str, str] | None = None,
+        kernel: str = "",
+        seconds: dict[str, float] | None = None,
+    ) -> None:
+        message = Outcome(
+            backend=name,
+            verdict=verdict,
+            evidence=evidence,
+            outputs=outputs,
+            kernel=kernel,
+            detail=detail,
+            traits=traits or {},
+            seconds=seconds or {},
+        )
+        send(self._channel, message)
+
+
+class _Timer:
+    """Adds the wall time of a block to one entry of a dictionary."""
+
+    def __init__(self, seconds: dict[str, float], part: str) -> None:
+        self._seconds = seconds
+        self._part = part
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._part] += time.perf_counter() - self._start
+
+
+def _words(error: BaseException) -> str:
+    """Return what an exception says, its first line, cut to a bearable length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_WORDS]
