@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from attnprobe.config import AttentionConfig, Case
     from attnprobe.errors import AttnprobeError, MatrixError, NoVerdictError, UsageError
     from attnprobe.matrix.store import read_matrix
+    from attnprobe.select.explain import Candidate, Decision
+    from attnprobe.select.loading import load
+    from attnprobe.select.selector import Selector
     from attnprobe.verdict import Evidence, Verdict
 
 __version__ = "0.1.0"
@@ -19,25 +22,33 @@ __version__ = "0.1.0"
 _HOME = {
     "AttentionConfig": "attnprobe.config",
     "AttnprobeError": "attnprobe.errors",
+    "Candidate": "attnprobe.select.explain",
     "Case": "attnprobe.config",
+    "Decision": "attnprobe.select.explain",
     "Evidence": "attnprobe.verdict",
     "MatrixError": "attnprobe.errors",
     "NoVerdictError": "attnprobe.errors",
+    "Selector": "attnprobe.select.selector",
     "UsageError": "attnprobe.errors",
     "Verdict": "attnprobe.verdict",
+    "load": "attnprobe.select.loading",
     "read_matrix": "attnprobe.matrix.store",
 }
 
 __all__ = [
     "AttentionConfig",
     "AttnprobeError",
+    "Candidate",
     "Case",
+    "Decision",
     "Evidence",
     "MatrixError",
     "NoVerdictError",
+    "Selector",
     "UsageError",
     "Verdict",
     "__version__",
+    "load",
     "read_matrix",
 ]
 

@@ -41,7 +41,7 @@ class Constraint(Struct, frozen=True):
     reason: str
 
 
-HEAD_DIMS: Final = (*range(8, 257, 8), 512)
+HEAD_DIMS: Final[tuple[int, ...]] = (*range(8, 257, 8), 512)
 LENGTHS: Final = ("0", "1", "odd", "even", "x32", "x64", "x128", "long")
 LONG: Final = 512
 WORK_CAP: Final = LONG * (LONG + 1) * 512
@@ -198,14 +198,16 @@ def order(seqlen_q: int, seqlen_kv: int) -> str:
     return "q-shorter" if seqlen_q < seqlen_kv else "q-longer"
 
 
-def _fits(q: Level, kv: Level, head_dim: Level, dim_v: Level, heads: Level, batch: Level) -> bool:
+def _fits(  # noqa: PLR0913, PLR0917  # one argument an axis
+    q: Level, kv: Level, head_dim: Level, dim_v: Level, heads: Level, batch: Level
+) -> bool:
     """Whether the smallest lengths of two levels keep a case under the cap; equal levels may differ."""
     shortest = _REPRESENTATIVES[q][0]
     other = _REPRESENTATIVES[kv][min(1, len(_REPRESENTATIVES[kv]) - 1) if q == kv else 0]
-    # One head of the largest dim may take the whole cap, more heads half of it.
-    dim = min(max(int(head_dim), head_dim_v(int(head_dim), dim_v)), HEAD_DIMS[-1] // 2)
+    dim = max(int(head_dim), head_dim_v(int(head_dim), dim_v))
     count = {"equal": 1, "grouped": 4, "one-kv": 3}[str(heads)] * (2 if batch == "more" else 1)
-    return shortest * other * dim * count <= WORK_CAP // 2
+    # One head may take the whole cap, several share half of it.
+    return bool(shortest * other * dim * count <= (WORK_CAP if count == 1 else WORK_CAP // 2))
 
 
 CONSTRAINTS: Final[tuple[Constraint, ...]] = (
@@ -221,9 +223,7 @@ CONSTRAINTS: Final[tuple[Constraint, ...]] = (
     ),
     Constraint(
         ("masked_rows", "mask"),
-        lambda rows, mask: (
-            rows == "none" or (mask in _BOOL if rows == "false" else mask in _FLOAT)
-        ),
+        lambda rows, mask: rows == "none" or (mask in _BOOL if rows == "false" else mask in _FLOAT),
         "rows are masked by False in a bool mask, by a number in a float mask",
     ),
     Constraint(
@@ -270,7 +270,7 @@ def head_dim_v(head_dim: int, level: Level) -> int:
         return head_dim
     if level == "smaller":
         return max(HEAD_DIMS[0], head_dim // 2 // 8 * 8)
-    return head_dim + 64 if head_dim <= 192 else head_dim * 5 // 4 // 8 * 8
+    return head_dim + max(64, head_dim // 4 // 8 * 8)
 
 
 def length_level(length: int) -> str:
@@ -296,9 +296,7 @@ def levels_of(case: Case) -> dict[str, Level]:
         "head_dim": case.head_dim,
         "head_dim_v": _compare(case.head_dim_v, case.head_dim, "smaller", "larger"),
         "heads": (
-            "equal"
-            if case.heads_kv == case.heads
-            else ("one-kv" if case.heads_kv == 1 else "grouped")
+            "equal" if case.heads_kv == case.heads else ("one-kv" if case.heads_kv == 1 else "grouped")
         ),
         "batch": "one" if case.batch == 1 else "more",
         "seqlen_q": length_level(case.seqlen_q),

@@ -66,7 +66,7 @@ class AttentionConfig(
     window: Size | UnsetType = UNSET
     masked_rows: MaskedRows | UnsetType = UNSET
     dropout: Probability | UnsetType = UNSET
-    scale: Positive | None | UnsetType = UNSET
+    scale: Positive | UnsetType | None = UNSET
     softcap: NotNegative | UnsetType = UNSET
     alibi: bool | UnsetType = UNSET
     layout: Layout | UnsetType = UNSET

@@ -49,9 +49,7 @@ _FAILING = frozenset(
         Verdict.HUNG,
     }
 )
-_NEUTRAL = frozenset(
-    {Verdict.OUT_OF_MEMORY, Verdict.INCONCLUSIVE, Verdict.LAUNCHED, Verdict.COMPILES}
-)
+_NEUTRAL = frozenset({Verdict.OUT_OF_MEMORY, Verdict.INCONCLUSIVE, Verdict.LAUNCHED, Verdict.COMPILES})
 
 
 class Evidence(str, Enum):

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnprobe.backends.calling import Call, attend, backward_of
+from attnprobe.backends.calling import Call, attend
 from attnprobe.backends.interface import Outputs, Refusal
 from attnprobe.materials.installed import installed
 
@@ -52,10 +52,16 @@ class Sdpa:
     def run(self, case: Case, tensors: Tensors) -> Outputs:
         """Run the call and, where gradients are asked for, its backward."""
         with self._chosen():
-            return attend(scaled_dot_product_attention, case, tensors)
+            outputs = attend(scaled_dot_product_attention, case, tensors)
+        if case.pass_ == "backward" and outputs.kernel is None:
+            outputs.kernel = "math"
+        return outputs
 
     def kernel(self, case: Case, tensors: Tensors) -> str:
-        """Return which operator the forward really runs: "math" where it is torch's composite."""
+        """Return which operator the forward really runs: "math" where it is torch's composite.
+
+        For what leaves no trace in an autograd graph; one more forward.
+        """
         recorder = Recorder()
         call = Call(case, tensors)
         with self._chosen(), torch.no_grad(), recorder:
@@ -97,16 +103,20 @@ def _because(caught: list[warnings.WarningMessage]) -> str:
     return " ".join(dict.fromkeys(said))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes which attention operators are dispatched."""
 
     def __init__(self) -> None:
         """Start with none."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note an operator by name and run it."""
         name = str(func).removeprefix("aten.").removesuffix(".default")

@@ -92,24 +92,28 @@ def load(spec: str) -> CallableBackend:
 def _module(spec: str, place: str) -> tuple[Any, Material]:
     path = Path(place)
     try:
-        if path.suffix == ".py":
-            content = path.read_bytes()
-            module_spec = importlib.util.spec_from_file_location(path.stem, path)
-            if module_spec is None or module_spec.loader is None:
-                raise UsageError(f"--backend {spec}: {place} is no Python file")
-            module = importlib.util.module_from_spec(module_spec)
-            sys.modules.setdefault(path.stem, module)
-            module_spec.loader.exec_module(module)
-            digest = hashlib.sha256(content).hexdigest()[:16]
-            return module, Material(name="file", version=path.name, digest=digest)
-        module = importlib.import_module(place)
-        version = str(getattr(module, "__version__", "unknown"))
-        return module, Material(name=place.partition(".")[0], version=version)
+        return _from_file(path) if path.suffix == ".py" else _from_package(place)
     except FileNotFoundError:
         raise UsageError(f"--backend {spec}: {place} does not exist") from None
-    except UsageError:
-        raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a user's module may raise anything
         raise UsageError(
             f"--backend {spec} cannot be imported", why=f"{type(error).__name__}: {error}"
         ) from None
+
+
+def _from_file(path: Path) -> tuple[Any, Material]:
+    content = path.read_bytes()
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules.setdefault(path.stem, module)
+    module_spec.loader.exec_module(module)
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return module, Material(name="file", version=path.name, digest=digest)
+
+
+def _from_package(place: str) -> tuple[Any, Material]:
+    module = importlib.import_module(place)
+    version = str(getattr(module, "__version__", "unknown"))
+    return module, Material(name=place.partition(".")[0], version=version)

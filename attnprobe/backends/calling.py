@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
     from attnprobe.config import Case
     from attnprobe.probe.inputs import Tensors
+
+
+_DEPTH: Final = 4
+"""Nodes between a result and the operator: views, casts, a crop of padding."""
 
 
 class Call:
@@ -91,7 +96,21 @@ def attend(
             return Outputs(out=call.forward(attention))
     out = call.forward(attention)
     grads = backward_of(out, call.leaves, tensors.grad_out)
-    return Outputs(out=out.detach(), **grads)
+    outputs = Outputs(out=out.detach(), **grads)
+    outputs.kernel = fused_in_graph(out)
+    return outputs
+
+
+def fused_in_graph(out: Tensor) -> str | None:
+    """Return the fused attention operator that autograd recorded for a result, or None."""
+    level = [out.grad_fn]
+    for _ in range(_DEPTH):
+        for node in level:
+            name = type(node).__name__
+            if "ScaledDotProduct" in name:
+                return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.partition("Backward")[0]).lower()
+        level = [parent for node in level if node is not None for parent, _ in node.next_functions]
+    return None
 
 
 def backward_of(out: Tensor, leaves: dict[str, Tensor], grad_out: Tensor) -> dict[str, Tensor]:

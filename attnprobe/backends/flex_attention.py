@@ -18,7 +18,7 @@ from attnprobe.config import canonical
 from attnprobe.probe.inputs import alibi_slopes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attnprobe.device.interface import Device
     from attnprobe.matrix.schema import Material
     from attnprobe.probe.inputs import Tensors
-
-Change = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]"
 
 
 class FlexAttention:
@@ -58,8 +56,8 @@ class FlexAttention:
         return None
 
     def kernel_key(self, case: Case) -> str | None:
-        """Return everything that shapes the generated code; None where nothing would be compiled."""
-        if case.pass_ == "backward":
+        """Return everything that shapes the generated code; None where the library refuses first."""
+        if case.needs_grad in {"all", "q", "kv"} or case.dropout or case.layout == "varlen":
             return None
         return canonical(case).decode()
 
@@ -68,8 +66,11 @@ class FlexAttention:
         from torch.nn.attention.flex_attention import flex_attention
 
         call = Call(case, tensors, plain_mask=True)
+        if call.leaves.keys() & {"dq", "dk", "dv"} and call.q.device.type == "cpu":
+            # The library refuses this; asked uncompiled, it says so at once.
+            flex_attention(call.q, call.k, call.v)
         attention = functools.partial(
-            flex_attention if self._refuses_grad(call) else _compiled(),
+            _compiled(),
             score_mod=_score_mod(case, call.mask),
             block_mask=_block_mask(case, call.mask, tensors.q.device),
             scale=case.scale,
@@ -80,11 +81,6 @@ class FlexAttention:
                 return Outputs(out=attention(call.q, call.k, call.v))
         out = attention(call.q, call.k, call.v)
         return Outputs(out=out.detach(), **backward_of(out, call.leaves, tensors.grad_out))
-
-    @staticmethod
-    def _refuses_grad(call: Call) -> bool:
-        """Whether the library will refuse anyway; asking it uncompiled gives its own words at once."""
-        return bool(call.leaves) and call.q.device.type == "cpu"
 
 
 @functools.lru_cache(maxsize=1)

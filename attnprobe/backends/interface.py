@@ -47,7 +47,7 @@ class Backend(Protocol):
         """Return the refusal of the library's own check, without running anything; None: it accepts."""
 
     def kernel_key(self, case: Case) -> str | None:
-        """Return what a separate compilation depends on; None where nothing is compiled per case."""
+        """Return what a separate compilation depends on; None where this case compiles nothing."""
 
     def run(self, case: Case, tensors: Tensors) -> Outputs:
         """Run the case, forward and, where it asks for gradients, backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from importlib import metadata
@@ -13,12 +14,13 @@ from attnprobe.backends.callable import load
 from attnprobe.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from attnprobe.backends.interface import Backend
     from attnprobe.device.interface import Device
 
 GROUP: Final = "attnprobe.backends"
+_NO_BACKENDS: Final = frozenset({"interface", "registry", "calling", "callable"})
 
 
 class Absent(Struct, frozen=True):
@@ -36,21 +38,23 @@ def known() -> tuple[dict[str, Backend], list[Absent]]:
     package = importlib.import_module("attnprobe.backends")
     found: dict[str, Backend] = {}
     absent: list[Absent] = []
+    loaders: dict[str, Callable[[], Backend]] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name in {"interface", "registry", "calling", "callable"} or module.name[0] == "_":
-            continue
-        name = module.name.replace("_", "-")
+        if module.name not in _NO_BACKENDS and module.name[0] != "_":
+            path = f"{package.__name__}.{module.name}"
+            loaders[module.name.replace("_", "-")] = functools.partial(_backend_of, path)
+    loaders |= {entry.name: entry.load for entry in metadata.entry_points(group=GROUP)}
+    for name, loader in sorted(loaders.items()):
         try:
-            backend: Backend = importlib.import_module(f"{package.__name__}.{module.name}").backend
-            found[backend.name] = backend
-        except Exception as error:  # noqa: BLE001  # a library may fail in any way on import
+            found[name] = loader()
+        except Exception as error:  # noqa: BLE001, PERF203  # a library may fail in any way on import
             absent.append(Absent(name, f"{type(error).__name__}: {error}"))
-    for entry in metadata.entry_points(group=GROUP):
-        try:
-            found[entry.name] = entry.load()
-        except Exception as error:  # noqa: BLE001
-            absent.append(Absent(entry.name, f"{type(error).__name__}: {error}"))
-    return dict(sorted(found.items())), absent
+    return found, absent
+
+
+def _backend_of(path: str) -> Backend:
+    found: Backend = importlib.import_module(path).backend
+    return found
 
 
 def choose(asked: Iterable[str], device: Device) -> tuple[dict[str, Backend], list[Absent]]:

@@ -7,14 +7,18 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from attnprobe.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnprobe.matrix.schema import Matrix
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
 
 PIPE_WIDTH: Final = 100
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -39,14 +43,12 @@ def wants_color(stream: Any) -> bool:
     return bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[float]):
     """Seconds, minutes or hours: 90, 90s, 5m, 1.5h."""
 
     name = "duration"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return seconds."""
         if isinstance(value, float):
             return value
@@ -71,7 +73,7 @@ def output_spec(spec: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def format_option(default: str = "table") -> Any:
+def format_option(default: str = "table") -> Callable[[Command], Command]:
     """Return the `--format` option of commands that print a matrix."""
     return click.option(
         "--format",

@@ -107,7 +107,11 @@ class Request:
         if self.format_name == "json":
             import msgspec
 
-            document = {"level": chosen.level, "seed": chosen.seed, "cases": [described(c) for c in chosen.cases]}
+            document = {
+                "level": chosen.level,
+                "seed": chosen.seed,
+                "cases": [described(c) for c in chosen.cases],
+            }
             click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
             return 0
         for case in chosen.cases:
@@ -119,17 +123,10 @@ class Request:
     @staticmethod
     def _present(supervisor: Supervisor) -> tuple[Present, ...]:
         """Return the backends of this scan; one that refuses the plainest case in every dtype is absent."""
-        found = []
-        for one in supervisor.controlled():
-            found.append(
-                Present(
-                    name=one.name,
-                    materials=one.materials,
-                    reason=one.reason,
-                    compiles=one.compiles,
-                )
-            )
-        return tuple(found)
+        return tuple(
+            Present(name=f.name, materials=f.materials, reason=f.reason, compiles=f.compiles)
+            for f in supervisor.controlled()
+        )
 
     def _announce(self, scan: Scan, kernels: int) -> None:
         here = [one for one in scan.backends if not one.reason]
@@ -141,7 +138,7 @@ class Request:
             if one.reason:
                 click.echo(f"  {one.name}  not here: {one.reason}", err=True)
             elif one.compiles:
-                whole = sum(case.pass_ == "forward" for case in scan.plan.cases)
+                whole = scan.supervisor.count_kernels(one.name, scan.plan.cases)
                 click.echo(
                     f"  {one.name}  compiles {min(kernels, whole)} of {whole} kernels, about "
                     f"{min(kernels, whole) * SECONDS_PER_KERNEL} s; all: --kernels {whole}, about "

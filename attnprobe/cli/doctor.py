@@ -83,7 +83,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     for one in found["backends"]:
         versions = ", ".join(f"{m['name']} {m['version']}" for m in one["materials"])
-        lines.append(f"  {one['name']:16} {one.get('reason') and 'not here: ' + one['reason'] or versions}")
+        said = f"not here: {one['reason']}" if "reason" in one else versions
+        lines.append(f"  {one['name']:16} {said}")
     if found["poison"]:
         lines.append(f"poisoned before each run: {found['poison']}")
     lines.append(f"own matrices: {', '.join(found['matrices']) or 'none yet'}")

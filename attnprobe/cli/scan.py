@@ -35,9 +35,17 @@ LEVELS: Final = ("quick", "standard", "full")
     help="Probe the configurations in this YAML, JSON or TOML file, and those that differ from one of "
     "them on one axis, instead of a level.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Draws data and lengths.")
 @click.option(
-    "--budget", type=Duration(), help="Stop after this time (90s, 5m, 1h) with what is covered by then."
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    show_default=True,
+    help="Draws data and lengths.",
+)
+@click.option(
+    "--budget",
+    type=Duration(),
+    help="Stop after this time (90s, 5m, 1h) with what is covered by then.",
 )
 @click.option(
     "--kernels",
@@ -74,8 +82,8 @@ LEVELS: Final = ("quick", "standard", "full")
 def command(**options: Any) -> int:
     """Run every attention backend that is here and write a capability matrix.
 
-    Each case runs three times per backend on poisoned memory, in a child process, and is compared with
-    a float64 reference. What fails is narrowed down to the smallest combination of axis values.
+    Each case runs in a child process, on memory filled with NaN and again with a finite pattern, and is
+    compared with a float64 reference. What fails is narrowed down to the smallest combination of axis values.
 
     \b
     attnprobe scan --level quick                 half a minute

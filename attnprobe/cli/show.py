@@ -54,7 +54,12 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
             "at": at,
             "case": msgspec.to_builtins(case),
             "backends": [
-                {"name": name, **msgspec.to_builtins(r), "verdict": r.verdict.value, "rules": covering[name]}
+                {
+                    "name": name,
+                    **msgspec.to_builtins(r),
+                    "verdict": r.verdict.value,
+                    "rules": covering[name],
+                }
                 for name, r in results.items()
             ],
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from importlib import metadata
 
 from attnprobe.matrix.schema import Material
 
 
+@functools.lru_cache(maxsize=64)
 def installed(name: str) -> Material | None:
     """Return the distribution of that name as installed here, or None.
 

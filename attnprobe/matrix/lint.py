@@ -43,7 +43,9 @@ def faults(content: bytes, *, strict: bool = False) -> list[Fault]:
     return list(_meaning(matrix))
 
 
-def _typed(value: Any, kind: Any, path: str, *, strict: bool) -> Iterator[Fault]:
+def _typed(  # noqa: C901  # one branch per kind of type
+    value: Any, kind: Any, path: str, *, strict: bool
+) -> Iterator[Fault]:
     """Yield every place where a value is not of the type that the schema gives it."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Struct):
@@ -99,9 +101,7 @@ def _meaning(matrix: Matrix) -> Iterator[Fault]:
         yield Fault("$.backends", f"{name} stands twice")
 
 
-def _backend(
-    backend: Backend, path: str, at: dict[str, dict[str, Any]], runs: int
-) -> Iterator[Fault]:
+def _backend(backend: Backend, path: str, at: dict[str, dict[str, Any]], runs: int) -> Iterator[Fault]:
     """Yield what is wrong between a backend's cases and its rules."""
     if backend.status == "absent" and backend.cases:
         yield Fault(f"{path}.cases", "an absent backend has cases")

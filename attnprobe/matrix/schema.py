@@ -116,7 +116,6 @@ class Backend(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     materials: tuple[Material, ...] = ()
     traits: dict[str, str] = {}
-    strength: int = 0
     rules: tuple[Rule, ...] = ()
     cases: tuple[Result, ...] = ()
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from attnprobe.axes import WORK_CAP, At, head_dim_v, length_level, order, representatives
 from attnprobe.config import Case
 
-SMALL_WORK: Final = 1 << 23
+SMALL_WORK: Final = 1 << 22
 """Multiply-adds that an ordinary case stays under where its levels allow it."""
 
 DROPOUT: Final = 0.2
@@ -37,7 +37,7 @@ def concretise(at: At, seed: int = 0) -> Case:
         heads = heads_kv = 1
     per_score = heads * batch * max(dim, dim_v)
     seqlen_q, seqlen_kv = _lengths(at, draw, per_score)
-    if heads == heads_kv == 2 and seqlen_q * seqlen_kv * per_score > WORK_CAP:
+    if heads == heads_kv and seqlen_q * seqlen_kv * per_score > WORK_CAP:
         heads = heads_kv = 1
     return Case(
         pass_=at["pass"],  # type: ignore[arg-type]  # the levels of these axes are the literals
@@ -110,15 +110,12 @@ def _keep_lengths(case: Case, moved: Case, fresh: Case, at: At) -> Case:
 
 
 def _on_levels(case: Case, at: At) -> bool:
-    return (
-        length_level(case.seqlen_q) == at["seqlen_q"]
-        and length_level(case.seqlen_kv) == at["seqlen_kv"]
-    )
+    return length_level(case.seqlen_q) == at["seqlen_q"] and length_level(case.seqlen_kv) == at["seqlen_kv"]
 
 
 def _custom_scale(head_dim: int) -> float:
     """Return a scale that no kernel confuses with the default: 0.6 of it, in exact binary."""
-    return round(0.6 * float(head_dim) ** -0.5 * 4096) / 4096
+    return float(round(0.6 * float(head_dim) ** -0.5 * 4096) / 4096)
 
 
 def _lengths(at: At, draw: int, per_score: int) -> tuple[int, int]:
@@ -141,4 +138,3 @@ def _draw(at: At, seed: int) -> int:
     said = ",".join(f"{name}={level}" for name, level in sorted(at.items()))
     digest = hashlib.blake2b(f"{seed}:{said}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
-

@@ -53,7 +53,7 @@ def _parse(path: Path, content: bytes) -> Any:
             return _yaml(content)
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # three parsers, each with errors of its own
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path} cannot be parsed as {suffix[1:]}", why=first) from None
     raise UsageError(f"{path}: unknown kind of file", why="known are .yaml, .yml, .json and .toml")

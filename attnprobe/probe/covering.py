@@ -11,6 +11,7 @@ Three things set it apart from the arrays that general generators make:
   with that one alone, and so on.
 * Any prefix is useful: pairs come before triples, rows that cover much before rows that cover little.
 * Free positions take the level seen least so far, so that more than the promised strength is exercised.
+* Long lengths meet many heads only where a tuple asks for it: work counts against a row.
 
 Greedy with local search: for the first uncovered tuple, several rows are grown level by level, each
 choice the one that covers most, and the best row is kept.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from attnprobe.axes import AXES, CONSTRAINTS
+from attnprobe.axes import AXES, AXIS, CONSTRAINTS, HEAD_DIMS, WORK_CAP, representatives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +40,9 @@ _POSITION: Final = {axis.name: index for index, axis in enumerate(AXES)}
 _SPECIAL: Final = [np.array([level in axis.special for level in axis.levels]) for axis in AXES]
 _PLAIN: Final = [axis.levels.index(axis.plain) for axis in AXES]
 _TRIES: Final = 5
+_WORK_AXES: Final = ("seqlen_q", "seqlen_kv", "head_dim", "heads", "batch")
+_DEARNESS: Final = 20.0
+"""Tuples that a row as dear as the cap must cover more of than a free one to be preferred."""
 
 
 class Tuples:
@@ -126,8 +130,7 @@ class Space:
     def _consistent(self, fixed: dict[int, int]) -> bool:
         """Whether no constraint is already impossible under a partial choice."""
         return all(
-            np.any(table[tuple(fixed.get(a, slice(None)) for a in axes)])
-            for axes, table in self.tables
+            np.any(table[tuple(fixed.get(a, slice(None)) for a in axes)]) for axes, table in self.tables
         )
 
     def possible(self, fixed: dict[int, int]) -> bool:
@@ -161,7 +164,7 @@ class Space:
         return None
 
 
-def _grow(
+def _grow(  # noqa: PLR0913, PLR0917  # the state of one search
     fixed: dict[int, int],
     target: Tuples,
     beyond: Tuples | None,
@@ -187,15 +190,29 @@ def _grow(
             score = target.gain(rows, axis).astype(float)
             if beyond is not None:
                 score += beyond.gain(rows, axis) * 1e-3
-            score -= seen[axis][levels] * 1e-7
-            score[~space.valid(rows)] = -1
+            score -= seen[axis][levels] * 1e-7 + _work(rows) * _DEARNESS
+            score[~space.valid(rows)] = -np.inf
             row = rows[int(score.argmax())]
         if (row == before).all():
             break
-    total = float(target.gain(row[None, :])[0])
+    total = float(target.gain(row[None, :])[0]) - float(_work(row[None, :])[0]) * _DEARNESS
     if beyond is not None:
         total += float(beyond.gain(row[None, :])[0]) * 1e-3
     return total, row
+
+
+def _work(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the least multiply-adds that each row's case takes, as a share of the cap."""
+    q, kv, dim, heads, batch = (rows[:, _POSITION[name]] for name in _WORK_AXES)
+    lengths = np.array([representatives(level)[0] for level in AXIS["seqlen_q"].levels])
+    return np.asarray(
+        lengths[q]
+        * lengths[kv]
+        * np.array(HEAD_DIMS)[dim]
+        * np.array([2, 4, 3])[heads]
+        * (1 + batch)
+        / WORK_CAP
+    )
 
 
 def generate(seed: int = 0) -> tuple[list[str], int, int]:

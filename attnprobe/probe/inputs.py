@@ -43,7 +43,13 @@ class Tensors:
 
     def wanting(self, needs_grad: str) -> dict[str, Tensor]:
         """Return the inputs that need a gradient, by the name of that gradient."""
-        names = {"none": (), "all": ("q", "k", "v"), "q": ("q",), "kv": ("k", "v"), "mask": ("mask",)}
+        names = {
+            "none": (),
+            "all": ("q", "k", "v"),
+            "q": ("q",),
+            "kv": ("k", "v"),
+            "mask": ("mask",),
+        }
         found = {f"d{name}": getattr(self, name) for name in names[needs_grad]}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -66,9 +72,7 @@ def make(case: Case, device: torch.device) -> Tensors:
         grad_out = normal(totals[0], case.heads, case.head_dim_v).to(device)
         return Tensors(q, k, v, None, grad_out, per_q, per_kv)
 
-    shapes = [
-        (case.batch, h, s, d) for h, s, d in zip(heads, lengths, dims, strict=True)
-    ]
+    shapes = [(case.batch, h, s, d) for h, s, d in zip(heads, lengths, dims, strict=True)]
     values = [normal(*shape) for shape in shapes]
     if case.layout == "expanded":
         values[1:] = [_same_over(value) for value in values[1:]]
@@ -78,9 +82,7 @@ def make(case: Case, device: torch.device) -> Tensors:
     return Tensors(q, k, v, None if mask is None else mask.to(device), grad_out)
 
 
-def sequence_lengths(
-    batch: int, seqlen_q: int, seqlen_kv: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sequence_lengths(batch: int, seqlen_q: int, seqlen_kv: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the query and key lengths of each sequence; the first has the full length."""
     per_q = tuple(max(seqlen_q - 5 * entry, min(seqlen_q, 1)) for entry in range(batch))
     per_kv = tuple(max(seqlen_kv - 5 * entry, min(seqlen_kv, 1)) for entry in range(batch))
@@ -171,6 +173,7 @@ def _packed(values: list[Tensor]) -> list[Tensor]:
     result, start = [], 0
     for value, width in zip(values, columns, strict=True):
         part = buffer[:, :, start : start + width]
-        result.append(part.unflatten(2, (value.shape[1], value.shape[3])).transpose(1, 2))
+        apart = part.reshape(*part.shape[:2], value.shape[1], value.shape[3])
+        result.append(apart.transpose(1, 2))
         start += width
     return result

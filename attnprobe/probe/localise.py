@@ -58,9 +58,7 @@ class Finding:
 class Localiser:
     """Explains the failures of one backend. `probe` runs a case, or raises to stop all localising."""
 
-    def __init__(
-        self, observed: Observed, probe: Callable[[Case], Observation | None]
-    ) -> None:
+    def __init__(self, observed: Observed, probe: Callable[[Case], Observation | None]) -> None:
         """Start without findings."""
         self.observed = observed
         self._probe = probe
@@ -83,13 +81,12 @@ class Localiser:
 
     def explained(self, seen: Observation) -> Finding | None:
         """Return the finding that covers a failing case."""
-        return next(
-            (f for f in self.findings if f.kind == kind(seen.verdict) and f.covers(seen)), None
-        )
+        return next((f for f in self.findings if f.kind == kind(seen.verdict) and f.covers(seen)), None)
 
     def _unexplained(self) -> Observation | None:
         return next(
-            (seen for seen in self.observed if seen.verdict.fails and not self.explained(seen)), None
+            (seen for seen in self.observed if seen.verdict.fails and not self.explained(seen)),
+            None,
         )
 
     def explain(self, failing: Observation) -> Finding:
@@ -135,7 +132,8 @@ class Localiser:
             if seen is None:
                 continue
             if seen.verdict.fails and kind(seen.verdict) == kind(failing.verdict):
-                witness = seen
+                # What another finding explains already would only find that one again.
+                witness = witness if self.explained(seen) else seen
             elif seen.verdict is Verdict.OK:
                 counter.append(candidate.id)
         return witness, counter
@@ -171,18 +169,12 @@ class Localiser:
             if not self._join(finding, passing):
                 break
         if self._passing_inside(finding) is not None:
-            finding.cases = {
-                seen.case.id
-                for seen in self.observed
-                if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
-            }
+            finding.cases = {seen.case.id for seen in self._failing_inside(finding)}
 
     def _passing_inside(self, finding: Finding) -> Observation | None:
         if finding.cases:
             return None
-        return next(
-            (s for s in self.observed if s.verdict is Verdict.OK and finding.covers(s)), None
-        )
+        return next((s for s in self.observed if s.verdict is Verdict.OK and finding.covers(s)), None)
 
     def _join(self, finding: Finding, passing: Observation) -> bool:
         """Whether an axis was found that tells a passing case from the witness, and joined."""
@@ -196,21 +188,27 @@ class Localiser:
             seen = self.look(candidate)
             if seen is not None and seen.verdict is Verdict.OK:
                 near = seen
-        axes = sorted(differing(near.at, finding.witness.at), key=_preference)
+        axes = differing(near.at, finding.witness.at)
         if not axes:
             return False
         finding.counter.append(near.case.id)
-        axis = axes[0]
-        if axis in finding.when:
-            finding.when[axis].discard(near.at[axis])
-            return True
-        failing = {
-            seen.at[axis]
+        failing = self._failing_inside(finding)
+        # The axis whose level, excluded, leaves fewest failing cases without an explanation.
+        axis = min(
+            axes,
+            key=lambda a: (sum(seen.at[a] == near.at[a] for seen in failing), _preference(a)),
+        )
+        levels = finding.when.get(axis, {seen.at[axis] for seen in failing})
+        finding.when[axis] = (levels | {finding.witness.at[axis]}) - {near.at[axis]}
+        return True
+
+    def _failing_inside(self, finding: Finding) -> list[Observation]:
+        """Return the failing cases of its kind that a finding covers."""
+        return [
+            seen
             for seen in self.observed
             if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
-        }
-        finding.when[axis] = (failing | {finding.witness.at[axis]}) - {near.at[axis]}
-        return True
+        ]
 
     def _settle(self) -> None:
         """Sharpen all findings until none covers a passing case, and drop those another one holds."""
@@ -274,11 +272,7 @@ class Localiser:
         self, draw: random.Random, finding: Finding, move: Callable[[Case], Case | None]
     ) -> list[Case]:
         """Return a few moved cases that no other finding covers."""
-        sources = [
-            seen
-            for seen in self.observed
-            if seen.verdict.fails and kind(seen.verdict) == finding.kind and finding.covers(seen)
-        ]
+        sources = self._failing_inside(finding)
         found: dict[str, Case] = {}
         for _ in range(NEIGHBOURS * 8):
             if len(found) == NEIGHBOURS:
@@ -298,9 +292,7 @@ class Localiser:
         )
 
     @staticmethod
-    def _vary(
-        draw: random.Random, case: Case, count: int, keep: Iterable[str]
-    ) -> Case | None:
+    def _vary(draw: random.Random, case: Case, count: int, keep: Iterable[str]) -> Case | None:
         """Return the case with some axes at random ordinary levels, those of `keep` untouched."""
         axes = [axis for axis in AXES if axis.name not in keep and axis.name != "seqlen_order"]
         moved: Case | None = case

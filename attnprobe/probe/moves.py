@@ -48,17 +48,19 @@ def step(case: Case, axis: str, level: Level) -> Case | None:
 
 def _repairs(axis: str) -> list[dict[str, Level]]:
     """Return what else may be changed along with an axis, the least first."""
+    repairs: list[dict[str, Level]] = [{}]
     if axis in {"seqlen_q", "seqlen_kv"}:
-        return [{}, *({"seqlen_order": order} for order in AXIS["seqlen_order"].levels)]
+        repairs += [{"seqlen_order": order} for order in AXIS["seqlen_order"].levels]
     if axis == "seqlen_order":
         pairs = (("x128", "x128"), ("odd", "odd"), ("x128", "odd"), ("odd", "x128"))
-        return [{}, *({"seqlen_q": q, "seqlen_kv": kv} for q, kv in pairs)]
-    return [{}]
+        repairs += [{"seqlen_q": q, "seqlen_kv": kv} for q, kv in pairs]
+    return repairs
 
 
 def reset(case: Case, axis: str) -> Case | None:
-    """Return the case with `axis` at its plain level, or where the constraints forbid that, at the
-    first level before its own that they allow; None where it is as plain as it can be.
+    """Return the case with `axis` plainer, or None where it is as plain as it can be.
+
+    Plainer is the plain level, or where the constraints forbid that, the first level they allow.
     """
     at = levels_of(case)
     plain = AXIS[axis].plain

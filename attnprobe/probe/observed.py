@@ -31,7 +31,7 @@ def kind(verdict: Verdict) -> str:
         return "death"
     if verdict in {Verdict.WRONG, Verdict.NONFINITE}:
         return "values"
-    return verdict.value
+    return str(verdict.value)
 
 
 class Observed:

@@ -68,10 +68,7 @@ def covering_rows() -> tuple[tuple[At, ...], int]:
             fix="python -m attnprobe.probe.covering",
         )
     rows = tuple(
-        {
-            axis.name: axis.levels[ALPHABET.index(digit)]
-            for axis, digit in zip(AXES, line, strict=True)
-        }
+        {axis.name: axis.levels[ALPHABET.index(digit)] for axis, digit in zip(AXES, line, strict=True)}
         for line in lines
         if not line.startswith("#")
     )

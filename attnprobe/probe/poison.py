@@ -1,8 +1,8 @@
 """Fill memory that nobody has written yet, so that an unwritten result shows.
 
 On the CPU with glibc, `mallopt(M_PERTURB, 255 ^ byte)` makes malloc hand out memory filled with `byte`,
-whoever allocates: Python, ATen, a library's own C++. `FILLS` are tried one after the other; 0xFF is NaN
-in every float type, 0x42 an ordinary number. Small blocks are recycled without a fill unless the process
+whoever allocates: Python, ATen, a library's own C++. 0xFF is NaN in every float type, 0x42 an ordinary
+number. Small blocks are recycled without a fill unless the process
 was started with `ENVIRONMENT`. Without glibc nothing is poisoned, and `Poison.covers` says so.
 
 Not covered: memory that a library keeps and hands out again by itself, writes and reads outside a tensor.
@@ -14,8 +14,9 @@ import ctypes
 import platform
 from typing import Final
 
-FILLS: Final = (0xFF, 0x42, 0xFF)
-"""The byte that memory holds before each run of a case: NaN, finite, NaN again."""
+NAN_FILL: Final = 0xFF
+FINITE_FILL: Final = 0x42
+"""The bytes that memory holds before the two runs of a case."""
 
 ENVIRONMENT: Final = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 _M_PERTURB: Final = -6

@@ -108,6 +108,7 @@ class Scores:
     keep: Tensor | None
     groups: int
     mask_shape: torch.Size | None
+    backward: bool
     rounds: torch.dtype | None = None
 
     def _kept(self, value: Tensor) -> Tensor:
@@ -133,14 +134,12 @@ class Scores:
         return p if self.keep is None else p * self.keep
 
     def results(self, p: Tensor, slope: Tensor | None, *, to_scores: bool = True) -> Named:
-        """Return out and all gradients for given probabilities."""
-        found = {
-            "out": self.out(p),
-            "dv": self._kept(_sum_groups(self._dropped(p), self.grad_out, self.groups)),
-        }
-        dp = self._dropped(
-            self._kept(_by_group(self.grad_out, self.v.transpose(-1, -2), self.groups))
-        )
+        """Return out and, for a backward case, all gradients for given probabilities."""
+        found = {"out": self.out(p)}
+        if not self.backward:
+            return found
+        found["dv"] = self._kept(_sum_groups(self._dropped(p), self.grad_out, self.groups))
+        dp = self._dropped(self._kept(_by_group(self.grad_out, self.v.transpose(-1, -2), self.groups)))
         ds = self._kept(p * (dp - (p * dp).sum(-1, keepdim=True)))
         if not to_scores:
             ds = torch.zeros_like(p)
@@ -159,11 +158,12 @@ class Scores:
 
     def spread(self, p: Tensor) -> Named:
         """Return, per element of each result, the root of the sum of its terms squared."""
+        found = {"out": self.out_spread(p)}
+        if not self.backward:
+            return found
         dropped = self._dropped(p)
         # dp is a sum itself: what its own terms leave behind counts even where they cancel.
-        products = _by_group(
-            self.grad_out * self.grad_out, (self.v * self.v).transpose(-1, -2), self.groups
-        )
+        products = _by_group(self.grad_out * self.grad_out, (self.v * self.v).transpose(-1, -2), self.groups)
         dp = _by_group(self.grad_out, self.v.transpose(-1, -2), self.groups).abs_()
         dp = self._dropped(dp + products.sqrt_())
         size = p * (dp + (p * dp).sum(-1, keepdim=True))
@@ -175,9 +175,7 @@ class Scores:
         }
         if self.mask_shape is not None:
             squares["dmask"] = terms.sum_to_size(self.mask_shape)
-        found = {name: value.sqrt_() for name, value in squares.items()}
-        found["out"] = self.out_spread(p)
-        return found
+        return found | {name: value.sqrt_() for name, value in squares.items()}
 
     def live(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return probabilities with dead rows zero, the softcap's slope, and which rows are dead."""
@@ -302,6 +300,7 @@ def _scores(case: Case, tensors: Tensors, dtype: torch.dtype, keep: Tensor | Non
         keep=None if keep is None else keep.to(dtype),
         groups=case.heads // case.heads_kv,
         mask_shape=mask_shape,
+        backward=case.pass_ == "backward",
     )
 
 
@@ -309,9 +308,7 @@ def _hidden_by_length(
     case: Case, lengths_q: tuple[int, ...], lengths_kv: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Return which keys are past the end of each sequence or not visible in it, (B, 1, S_q, S_kv)."""
-    hidden = torch.ones(
-        (len(lengths_q), 1, case.seqlen_q, case.seqlen_kv), dtype=torch.bool, device=device
-    )
+    hidden = torch.ones((len(lengths_q), 1, case.seqlen_q, case.seqlen_kv), dtype=torch.bool, device=device)
     for entry, (q, kv) in enumerate(zip(lengths_q, lengths_kv, strict=True)):
         seen = positions_visible(case.mask, case.window, q, kv, device)
         hidden[entry, 0, :q, :kv] = False if seen is None else ~seen

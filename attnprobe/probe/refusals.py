@@ -55,9 +55,7 @@ def _cover(refused: list[Observation], ran: list[Observation]) -> list[Group]:
     ran_at = Counter((axis, level) for seen in ran for axis, level in seen.at.items())
     while left:
         counts = Counter((axis, level) for seen in left for axis, level in seen.at.items())
-        axis, level = max(
-            counts, key=lambda c: (counts[c] - _WEIGHT * ran_at[c], -_RANK[c[0]], str(c[1]))
-        )
+        axis, level = max(counts, key=lambda c: (counts[c] - _WEIGHT * ran_at[c], -_RANK[c[0]], str(c[1])))
         when = {axis: frozenset({level})}
         if counts[axis, level] > _WEIGHT * ran_at[axis, level]:
             when = _exclude(when, left, ran)

@@ -40,9 +40,7 @@ def _ranges(indices: list[int]) -> str:
     return ", ".join(shown)
 
 
-def size(
-    got: Tensor, wanted: Tensor, error: Tensor, tolerance: Tensor, beyond: Tensor
-) -> dict[str, Any]:
+def size(got: Tensor, wanted: Tensor, error: Tensor, tolerance: Tensor, beyond: Tensor) -> dict[str, Any]:
     """Return the largest error against its tolerance, and the factor that explains it, if one does."""
     ratio = (error / tolerance).masked_fill(~beyond, 0)
     worst = int(ratio.argmax())

@@ -95,9 +95,7 @@ def _rules(console: Console, matrix: Matrix) -> None:
     lengths = {record.id: record.case.seqlen_kv for record in matrix.cases}
 
     def lines(failing: bool) -> list[tuple[Backend, Rule]]:  # noqa: FBT001  # local
-        return [
-            (b, rule) for b in matrix.backends for rule in b.rules if rule.verdict.fails is failing
-        ]
+        return [(b, rule) for b in matrix.backends for rule in b.rules if rule.verdict.fails is failing]
 
     for title, found in (("Failing", lines(failing=True)), ("Refused", lines(failing=False))):
         if not found:

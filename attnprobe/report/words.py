@@ -56,13 +56,17 @@ def conditions(when: Mapping[str, Sequence[Level]]) -> str:
 
 
 def _condition(axis: str, levels: Sequence[Level]) -> str:
-    rest = [level for level in AXIS[axis].levels if level not in levels]
-    if len(rest) == 1 and len(levels) > 2:  # noqa: PLR2004  # "a or b" reads better than "not c"
-        return f"{axis} not {rest[0]}"
+    """Return one axis of a rule: its levels, or those it leaves out where they are fewer."""
     if axis == "head_dim":
         return f"head dim {_runs(levels)}"
-    said = [_WORDS.get((axis, level)) or (str(level) if axis in _BARE else f"{axis} {level}") for level in levels]
-    return " or ".join(said)
+    rest = [level for level in AXIS[axis].levels if level not in levels]
+    if rest and len(rest) < len(levels) and len(levels) > 2:  # noqa: PLR2004  # "a or b" reads best
+        return f"{axis} not {' or '.join(map(str, rest))}"
+    said = [_WORDS.get((axis, level), "") for level in levels]
+    if all(said):
+        return " or ".join(said)
+    bare = " or ".join(map(str, levels))
+    return bare if axis in _BARE else f"{axis} {bare}"
 
 
 def _runs(levels: Sequence[Level]) -> str:

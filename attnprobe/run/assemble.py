@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,7 +49,7 @@ class Account:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def assemble(  # noqa: PLR0913  # the stages' results, one each
+def assemble(  # noqa: PLR0913, PLR0917  # the stages' results, one each
     device: DeviceRecord,
     plan: Plan,
     present: Iterable[Present],
@@ -63,9 +64,7 @@ def assemble(  # noqa: PLR0913  # the stages' results, one each
     cases: dict[str, Case] = {}
     for one in present:
         if one.reason:
-            absent = Backend(
-                name=one.name, status="absent", reason=one.reason, materials=one.materials
-            )
+            absent = Backend(name=one.name, status="absent", reason=one.reason, materials=one.materials)
             backends.append(absent)
             continue
         seen = list(observed[one.name])
@@ -184,6 +183,6 @@ def _rule(
     )
 
 
-def _sorted(axis: str, levels: Set[Level]) -> tuple[Level, ...]:
+def _sorted(axis: str, levels: AbstractSet[Level]) -> tuple[Level, ...]:
     """Return levels in the order that the axis declares."""
     return tuple(level for level in AXIS[axis].levels if level in levels)

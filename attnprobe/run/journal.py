@@ -62,7 +62,9 @@ class Journal:
             self._file = path.open("ab" if resume else "wb", buffering=0)
         except OSError as error:
             raise UsageError(
-                f"{path} cannot be written", why=error.strerror or str(error), fix="choose another -o"
+                f"{path} cannot be written",
+                why=error.strerror or str(error),
+                fix="choose another -o",
             ) from None
         if not resume:
             self._write(header)
@@ -89,7 +91,8 @@ class Journal:
             self._file.write(canonical(value) + b"\n")
         except OSError as error:
             raise NoVerdictError(
-                f"{self.path} cannot be written", why=error.strerror or str(error),
+                f"{self.path} cannot be written",
+                why=error.strerror or str(error),
                 fix="make room, then `attnprobe scan --resume`",
             ) from None
 
@@ -104,9 +107,7 @@ class Journal:
         try:
             found = msgspec.json.decode(lines[0] if lines else b"", type=Header)
         except msgspec.MsgspecError:
-            raise UsageError(
-                f"{self.path} is no journal of a scan", fix="scan without --resume"
-            ) from None
+            raise UsageError(f"{self.path} is no journal of a scan", fix="scan without --resume") from None
         if found != header:
             different = "the plan" if found.plan != header.plan else "the device or an installed build"
             raise UsageError(

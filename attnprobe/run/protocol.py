@@ -51,6 +51,26 @@ class RunCase(Struct, frozen=True, tag="run"):
 
     case: Case
     backends: tuple[str, ...]
+    may_compile: tuple[str, ...] = ()
+
+
+class CountKernels(Struct, frozen=True, tag="count"):
+    """Ask a worker how many of these cases a backend would compile a kernel for."""
+
+    backend: str
+    cases: tuple[Case, ...]
+
+
+class Counted(Struct, frozen=True, tag="counted"):
+    """That many."""
+
+    kernels: int
+
+
+class Skipped(Struct, frozen=True, tag="skipped"):
+    """The case needs a kernel that this backend may not compile any more; it was not run."""
+
+    backend: str
 
 
 class Begin(Struct, frozen=True, tag="begin"):
@@ -69,6 +89,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome"):
     kernel: str = ""
     detail: dict[str, Any] = {}
     traits: dict[str, str] = {}
+    compiled: bool = False
     seconds: dict[str, float] = {}
 
 
@@ -103,8 +124,11 @@ class Exited(Struct, frozen=True, tag="exited"):
     left: int = 0
 
 
-_TO_WORKER: Final = msgspec.json.Decoder(Describe | RunCase)
-_TO_SCAN: Final = msgspec.json.Decoder(Described | Begin | Outcome | Finished)
+Request = Describe | RunCase | CountKernels
+Reply = Described | Begin | Outcome | Skipped | Finished | Counted
+
+_TO_WORKER: Final = msgspec.json.Decoder(Request)
+_TO_SCAN: Final = msgspec.json.Decoder(Reply)
 _FROM_ZYGOTE: Final = msgspec.json.Decoder(Ready | Spawned | Exited)
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -114,13 +138,13 @@ def send(channel: socket.socket, message: Struct) -> None:
     channel.sendall(_ENCODER.encode(message))
 
 
-def receive_request(channel: socket.socket) -> Describe | RunCase | None:
+def receive_request(channel: socket.socket) -> Request | None:
     """Return what a worker is asked, or None at the end."""
     content = channel.recv(LARGEST)
     return _TO_WORKER.decode(content) if content else None
 
 
-def receive_reply(channel: socket.socket) -> Described | Begin | Outcome | Finished | None:
+def receive_reply(channel: socket.socket) -> Reply | None:
     """Return what a worker says, or None where it is gone."""
     try:
         content = channel.recv(LARGEST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Final
@@ -22,7 +22,7 @@ from attnprobe.run.assemble import Account, assemble
 from attnprobe.run.journal import Journal
 from attnprobe.run.protocol import Outcome
 from attnprobe.run.supervisor import Supervisor
-from attnprobe.verdict import Evidence, Verdict
+from attnprobe.verdict import Verdict
 
 WITNESSES: Final = 5
 """Deaths under one finding after which further cases under it are not run."""
@@ -82,7 +82,7 @@ class Scan:
         self._findings = {name: [] for name in self._names}
         self._traits = {name: {} for name in self._names}
         self._limits = {
-            one.name: self.kernels for one in self.backends if one.compiles and not one.reason
+            one.name: self.kernels or 0 for one in self.backends if one.compiles and not one.reason
         }
 
     def run(self) -> None:
@@ -140,28 +140,28 @@ class Scan:
                 wanted.append(name)
         if not wanted:
             return
-        self.journal.launch(case, tuple(wanted))
-        for outcome in self.supervisor.run(case, tuple(wanted), self._account.seconds):
-            self.journal.outcome(case, outcome)
+        answered = set()
+        for outcome in self._probe(case, tuple(wanted)):
+            answered.add(outcome.backend)
             self._keep(case, outcome)
+        self._account.skipped += len(wanted) - len(answered)
+
+    def _probe(self, case: Case, names: tuple[str, ...]) -> Iterator[Outcome]:
+        """Run a case for real, every launch and outcome in the journal."""
+        self.journal.launch(case, names)
+        may = tuple(name for name in names if self._compiled.get(name, 0) < self._limits.get(name, 0))
+        for outcome in self.supervisor.run(case, names, self._account.seconds, may):
+            self.journal.outcome(case, outcome)
+            yield outcome
 
     def _is_worth(self, name: str, case: Case) -> bool:
-        """Whether to run a case: not where enough deaths are known, nor past the limit of kernels."""
+        """Whether to run a case: not where enough deaths are known."""
         at_death = self._deadly(name, case)
         if at_death is not None and at_death.deaths >= WITNESSES:
             at_death.skipped += 1
             self._account.skipped += 1
             return False
-        if self._past_kernels(name, case):
-            self._account.skipped += 1
-            return False
         return True
-
-    def _past_kernels(self, name: str, case: Case) -> bool:
-        """Whether a case would compile one kernel too many."""
-        limit = self._limits.get(name)
-        compiles = limit is not None and case.pass_ == "forward"
-        return compiles and self._compiled.get(name, 0) >= (limit or 0)
 
     def _deadly(self, name: str, case: Case) -> Finding | None:
         seen = Observation(case, levels_of(case), Result(id=case.id))
@@ -182,7 +182,7 @@ class Scan:
             detail=outcome.detail,
         )
         seen = self._observed[name].add(case, result)
-        if name in self._limits and case.pass_ == "forward" and outcome.evidence is Evidence.MEASURED:
+        if outcome.compiled:
             self._compiled[name] = self._compiled.get(name, 0) + 1
         for trait, value in outcome.traits.items():
             self._traits[name].setdefault(trait, set()).add(value)
@@ -204,15 +204,11 @@ class Scan:
         def probe(case: Case) -> Observation | None:
             if self._over(1.0):
                 raise BudgetSpent
-            if self._past_kernels(name, case):
-                return None
             stage, self._progress.stage = self._progress.stage, "rules"
             known = self.journal.known.get((case.id, name))
             if known is None:
-                self.journal.launch(case, (name,))
-                (known,) = self.supervisor.run(case, (name,), self._account.seconds)
-                self.journal.outcome(case, known)
-            seen = self._keep(case, known)
+                known = next(iter([*self._probe(case, (name,))]), None)
+            seen = None if known is None else self._keep(case, known)
             self._account.extra += 1
             self.show(self._progress)
             self._progress.stage = stage

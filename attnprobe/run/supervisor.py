@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Final
 
 from msgspec import structs
@@ -29,6 +29,8 @@ from attnprobe.run import processes
 from attnprobe.run.protocol import (
     SPAWN,
     Begin,
+    Counted,
+    CountKernels,
     Describe,
     Described,
     Exited,
@@ -36,7 +38,10 @@ from attnprobe.run.protocol import (
     Found,
     Outcome,
     Ready,
+    Reply,
+    Request,
     RunCase,
+    Skipped,
     Spawned,
     receive_reply,
     receive_zygote,
@@ -49,9 +54,12 @@ START_LIMIT: Final = 120.0
 KILL_LIMIT: Final = 5.0
 """Seconds to wait for a killed process to be gone."""
 _SAID: Final = 300
+_BATCH: Final = 200
+"""Cases in one message that asks for kernels; a message has a largest size."""
+WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait must not spin: beside any other load that made small kernels ten times slower."""
 CONTROLS: Final = tuple(
-    Case(pass_="forward", needs_grad="none", dtype=dtype)
-    for dtype in ("float32", "bfloat16", "float16")
+    Case(pass_="forward", needs_grad="none", dtype=dtype) for dtype in ("float32", "bfloat16", "float16")
 )
 """The plainest case in each dtype: a backend that refuses all of them is not here."""
 
@@ -59,14 +67,26 @@ CONTROLS: Final = tuple(
 class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end, with its cause
     """The worker ended, or was ended for overstaying, while on `backend`."""
 
-    def __init__(self, backend: str, verdict: Verdict, how: str, said: str, left: int) -> None:
-        """Keep what is known of it."""
+    def __init__(  # noqa: PLR0913  # what is known of it
+        self, backend: str, verdict: Verdict, how: str, said: str, left: int, *, alone: bool
+    ) -> None:
+        """Keep what is known of it; `alone`: the worker had run nothing else before."""
         super().__init__(how)
+        self.alone = alone
         self.backend = backend
         self.verdict = verdict
         self.how = how
         self.said = said
         self.left = left
+
+    def outcome(self) -> Outcome:
+        """Return the verdict that this death is."""
+        detail: dict[str, object] = {"how": self.how}
+        if self.said:
+            detail["said"] = self.said
+        if self.left:
+            detail["children left"] = self.left
+        return Outcome(backend=self.backend, verdict=self.verdict, detail=detail)
 
 
 class Supervisor:
@@ -80,10 +100,11 @@ class Supervisor:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._worker: _Worker | None = None
+        self._may_compile: tuple[str, ...] = ()
         self.import_seconds = 0.0
         self.described: Described | None = None
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self) -> Supervisor:  # noqa: PYI034  # Self needs Python 3.11
         """Start the zygote and ask a first worker what is here."""
         try:
             self._start_zygote()
@@ -135,63 +156,74 @@ class Supervisor:
             said = said or str(outcome.detail.get("says", "refused"))
         return said
 
+    def count_kernels(self, backend: str, cases: Sequence[Case]) -> int:
+        """Return how many of the cases a backend would compile a kernel for."""
+        total = 0
+        for start in range(0, len(cases), _BATCH):
+            worker = self._ensure_worker()
+            worker.ask(CountKernels(backend, tuple(cases[start : start + _BATCH])))
+            reply = worker.reply(self._limit)
+            total += reply.kernels if isinstance(reply, Counted) else 0
+        return total
+
     def run(
-        self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
+        self,
+        case: Case,
+        backends: tuple[str, ...],
+        seconds: dict[str, float],
+        may_compile: tuple[str, ...] = (),
     ) -> Iterator[Outcome]:
         """Yield an outcome for every backend, whatever they do to their process.
 
-        Adds the worker's own account of its time to `seconds`.
+        A backend that would have to compile a kernel and is not in `may_compile` yields none. Adds the
+        worker's own account of its time to `seconds`.
         """
+        self._may_compile = may_compile
         left = list(backends)
         while left:
+            death = None
             try:
-                for outcome in self._attempt(case, tuple(left), seconds):
-                    left.remove(outcome.backend)
-                    yield outcome
+                for reply in self._attempt(case, tuple(left), seconds):
+                    left.remove(reply.backend)
+                    if isinstance(reply, Outcome):
+                        yield reply
+            except Death as caught:  # each turn is a worker's life
+                death = caught
+            if death is None:
                 # Finished without an answer for these: the worker broke its promise.
-                for name in left:
-                    yield _unanswered(name)
+                yield from (_unanswered(name) for name in left)
                 return
-            except Death as death:
-                name = death.backend or left[0]
-                left.remove(name)
-                if not death.backend:
-                    # It died building inputs or reference: nobody's kernel, and it would die again.
-                    yield _inconclusive(name, death)
-                    for other in left:
-                        yield _inconclusive(other, death)
-                    return
-                yield self._again(case, name, death, seconds)
+            if not death.backend:
+                # It died building inputs or reference: nobody's kernel, and it would die again.
+                yield from (_inconclusive(name, death) for name in left)
+                return
+            left.remove(death.backend)
+            yield death.outcome() if death.alone else self._again(case, death.backend, death, seconds)
 
-    def _again(
-        self, case: Case, name: str, first: Death, seconds: dict[str, float]
-    ) -> Outcome:
+    def _again(self, case: Case, name: str, first: Death, seconds: dict[str, float]) -> Outcome:
         """Return the outcome of a case that ended its worker, tried alone in a fresh one."""
         try:
             for _ in self._attempt(case, (name,), seconds):
                 pass
         except Death as second:
-            self._drop_worker()
             if second.backend == name:
-                detail: dict[str, object] = {"how": second.how}
-                if second.said:
-                    detail["said"] = second.said
-                if second.left:
-                    detail["children left"] = second.left
-                return Outcome(backend=name, verdict=second.verdict, detail=detail)
+                return second.outcome()
         return _inconclusive(name, first)
 
     def _attempt(
         self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
-    ) -> Iterator[Outcome]:
+    ) -> Iterator[Outcome | Skipped]:
         """Yield outcomes as they come; raise Death where the worker ends on the way."""
         worker = self._ensure_worker()
-        worker.ask(RunCase(case, backends))
+        worker.ask(RunCase(case, backends, self._may_compile))
         on = ""
         while True:
             reply = worker.reply(self._limit)
             if isinstance(reply, Begin):
                 on = reply.backend
+                worker.begun += bool(on)
+            elif isinstance(reply, Skipped):
+                yield reply
             elif isinstance(reply, Outcome):
                 _add(seconds, reply.seconds)
                 yield reply
@@ -211,15 +243,16 @@ class Supervisor:
         self._worker = None
         worker.close()
         left = exited.left if exited else 0
-        if hung:
-            return Death(on, Verdict.HUNG, f"no answer within {self._limit:g} s", said, left)
-        if exited is None:
-            return Death(on, Verdict.HUNG, "cannot be killed", said, left)
-        return Death(on, Verdict.CRASHED, _how(exited.code), said, left)
+        verdict, how = Verdict.HUNG, f"no answer within {self._limit:g} s"
+        if not hung:
+            verdict, how = Verdict.CRASHED, "ended, and cannot be waited for"
+            if exited is not None:
+                how = _how(exited.code)
+        return Death(on, verdict, how, said, left, alone=worker.begun == 1)
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = {**WAITING, **os.environ, **ENVIRONMENT}
         command = [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno())]
         self._zygote = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
             [*command, self._device_name],
@@ -266,9 +299,7 @@ class Supervisor:
         described = worker.reply(START_LIMIT)
         if not isinstance(described, Described):
             death = self._death(worker, "", hung=described == "hung")
-            raise NoVerdictError(
-                "the backends could not be imported", why=death.how, fix="attnprobe doctor"
-            )
+            raise NoVerdictError("the backends could not be imported", why=death.how, fix="attnprobe doctor")
         if described.what:
             raise UsageError(described.what, why=described.why, fix=described.fix)
         self.described = self.described or described
@@ -307,14 +338,16 @@ class _Worker:
         self._channel = channel
         self._output = output
         self._mark = 0
+        self.begun = 0
+        """How many runs of a backend this worker has begun."""
 
-    def ask(self, request: Describe | RunCase) -> None:
+    def ask(self, request: Request) -> None:
         """Send a request; a worker that is gone shows at the next reply."""
         self._mark = os.fstat(self._output.fileno()).st_size
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             send(self._channel, request)
 
-    def reply(self, limit: float) -> Described | Begin | Outcome | Finished | str | None:
+    def reply(self, limit: float) -> Reply | str | None:
         """Return the next message, None where the worker is gone, "hung" where it takes too long."""
         readable, _, _ = select.select([self._channel], [], [], limit)
         return receive_reply(self._channel) if readable else "hung"

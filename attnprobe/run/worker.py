@@ -20,17 +20,20 @@ from attnprobe.device.cpu import cpu_device
 from attnprobe.errors import AttnprobeError
 from attnprobe.probe import dropout
 from attnprobe.probe.inputs import Tensors, make
-from attnprobe.probe.judge import Judgement, input_bits, inputs_changed, judge
-from attnprobe.probe.poison import FILLS, Poison
+from attnprobe.probe.judge import Judgement, agree, input_bits, inputs_changed, judge
+from attnprobe.probe.poison import FINITE_FILL, NAN_FILL, Poison
 from attnprobe.probe.reference import Reference, reference
 from attnprobe.run.protocol import (
     Begin,
+    Counted,
+    CountKernels,
     Describe,
     Described,
     Finished,
     Found,
     Outcome,
     RunCase,
+    Skipped,
     receive_request,
     send,
 )
@@ -55,13 +58,16 @@ class Worker:
         self._torch_device = torch.device(device_name)
         self._poison = Poison()
         self._backends: dict[str, Any] = {}
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def serve(self) -> None:
         """Answer requests until the scan hangs up."""
         while (request := receive_request(self._channel)) is not None:
             if isinstance(request, Describe):
                 self._describe(request)
+            elif isinstance(request, CountKernels):
+                backend = self._backends[request.backend]
+                send(self._channel, Counted(sum(backend.kernel_key(c) is not None for c in request.cases)))
             else:
                 self._run(request)
 
@@ -89,7 +95,11 @@ class Worker:
         for name in request.backends:
             refusal = self._backends[name].declares(case, self._device)
             if refusal is None:
-                willing.append(name)
+                compiles = self._backends[name].kernel_key(case) is not None
+                if compiles and name not in request.may_compile:
+                    send(self._channel, Skipped(name))
+                else:
+                    willing.append(name)
             else:
                 self._say(name, Verdict.REFUSED, {"says": refusal.reason}, Evidence.DECLARED)
         if willing:
@@ -119,17 +129,20 @@ class Worker:
         """Run, judge and report one backend; return whether it changed the inputs."""
         seconds = {"kernel": 0.0, "judge": 0.0}
         backend = self._backends[name]
+        compiled = backend.kernel_key(case) is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with _Timer(seconds, "kernel"):
-                    kernel = self._kernel(backend, case, tensors)
-                    runs = [self._filled(backend, case, tensors, fill) for fill in FILLS]
+                    runs = [self._filled(backend, case, tensors, fill) for fill in (NAN_FILL, FINITE_FILL)]
+                    if not agree(*runs):
+                        runs.append(self._filled(backend, case, tensors, NAN_FILL))
+                    kernel = runs[0].kernel or self._kernel(backend, case, tensors)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 self._say(name, Verdict.OUT_OF_MEMORY, {"says": _words(error)})
                 return False
             except Exception as error:  # noqa: BLE001  # a refusal is whatever the library raises
-                self._say(name, Verdict.REFUSED, {"says": _words(error)}, seconds=seconds)
+                self._say(name, Verdict.REFUSED, {"says": _words(error)}, compiled=compiled, seconds=seconds)
                 return False
         with _Timer(seconds, "judge"):
             changed = inputs_changed(tensors, before)
@@ -148,6 +161,7 @@ class Worker:
             outputs=found.outputs,
             traits=found.traits,
             kernel=kernel,
+            compiled=compiled,
             seconds=seconds,
         )
         return bool(changed)
@@ -180,6 +194,7 @@ class Worker:
         detail: dict[str, Any],
         evidence: Evidence = Evidence.MEASURED,
         *,
+        compiled: bool = False,
         outputs: tuple[str, ...] = (),
         traits: dict[str, str] | None = None,
         kernel: str = "",
@@ -193,6 +208,7 @@ class Worker:
             kernel=kernel,
             detail=detail,
             traits=traits or {},
+            compiled=compiled,
             seconds=seconds or {},
         )
         send(self._channel, message)

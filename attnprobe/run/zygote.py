@@ -7,16 +7,29 @@ socket: when the scan ends, however it ends, the socket closes and the zygote ki
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from typing import NoReturn
+import traceback
+from typing import TYPE_CHECKING, Final, NoReturn
 
+from attnprobe.materials.installed import installed
 from attnprobe.run import processes
 from attnprobe.run.protocol import Exited, Ready, Spawned, send
+
+_IMPORTED_LATE: Final = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.distributed.tensor",
+    "torch.nested._internal.sdpa",
+    "torch._dynamo",
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def main(arguments: list[str]) -> int:
@@ -25,10 +38,11 @@ def main(arguments: list[str]) -> int:
     if os.getppid() == 1:
         return 0
     control = socket.socket(fileno=int(arguments[0]))
-    device = arguments[1]
     start = time.monotonic()
     try:
-        from attnprobe.run import worker
+        from attnprobe.run.worker import main as work
+
+        _import_what_kernels_will()
     except Exception as error:  # noqa: BLE001  # a broken torch may raise anything
         send(control, Ready(error=f"{type(error).__name__}: {error}"))
         return 3
@@ -36,81 +50,115 @@ def main(arguments: list[str]) -> int:
     processes.adopt_orphans()
     processes.die_with_parent(wanted=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    read_end, write_end = os.pipe()
-    for end in (read_end, write_end):
-        os.set_blocking(end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    zygote = Zygote(control, lambda channel: work(channel, arguments[1]))
     send(control, Ready(seconds=time.monotonic() - start))
-    workers: set[int] = set()
     try:
-        while True:
-            readable, _, _ = select.select([control, read_end], [], [])
-            if read_end in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(read_end, 4096)
-                _reap(control, workers)
-            if control in readable:
-                message, fds, _, _ = socket.recv_fds(control, 4096, 2)
-                if not message:
-                    break
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    for end in (read_end, write_end):
-                        os.close(end)
-                    control.close()
-                    _become_worker(worker, fds, device)
-                workers.add(pid)
-                for fd in fds:
-                    os.close(fd)
-                send(control, Spawned(pid))
+        zygote.serve()
     except (BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        for pid in workers:
-            processes.kill_group(pid)
-        for pid in processes.children_of(os.getpid()):
-            processes.kill_tree(pid)
+        zygote.end_all()
     return 0
 
 
-def _become_worker(worker: object, fds: list[int], device: str) -> NoReturn:
-    """Turn a fresh fork into a worker; never returns into the zygote's loop."""
-    code = 70
-    try:
-        os.setsid()
-        processes.die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        channel, output = fds
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        worker.main(socket.socket(fileno=channel), device)  # type: ignore[attr-defined]  # imported late
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os._exit(code)
+def _import_what_kernels_will() -> None:
+    """Import the modules that torch imports at the first gradient, nested tensor or mask object.
+
+    Two seconds in all, that every worker after a crash would spend again. None of them runs a kernel.
+    """
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # Hashing the record of torch's files takes a while as well; forks inherit the answer.
+    installed("torch")
 
 
-def _reap(control: socket.socket, workers: set[int]) -> None:
-    """Report workers that ended, and end what they left behind."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
+class Zygote:
+    """Forks a worker for each request, and reports each that ends."""
+
+    def __init__(self, control: socket.socket, work: Callable[[socket.socket], None]) -> None:
+        """Arrange for the end of a child to wake the loop."""
+        self._control = control
+        self._work = work
+        self._workers: set[int] = set()
+        self._wake, self._wakeup = os.pipe()
+        for end in (self._wake, self._wakeup):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Answer until the scan hangs up."""
+        while True:
+            readable, _, _ = select.select([self._control.fileno(), self._wake], [], [])
+            if self._wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._reap()
+            if self._control.fileno() in readable:
+                message, fds, _, _ = socket.recv_fds(self._control, 4096, 2)
+                if not message:
+                    return
+                self._spawn(fds)
+
+    def end_all(self) -> None:
+        """Kill every worker and whatever they started."""
+        for pid in self._workers:
+            processes.kill_group(pid)
+        for pid in processes.children_of(os.getpid()):
+            processes.kill_tree(pid)
+
+    def _spawn(self, fds: list[int]) -> None:
+        pid = os.fork()
         if pid == 0:
-            return
-        if pid not in workers:
-            continue
-        workers.discard(pid)
-        processes.kill_group(pid)
-        left = sum(processes.kill_tree(p) for p in processes.children_of(os.getpid()) if p not in workers)
-        send(control, Exited(pid, os.waitstatus_to_exitcode(status), left))
+            self._become_worker(fds)
+        self._workers.add(pid)
+        for fd in fds:
+            os.close(fd)
+        send(self._control, Spawned(pid))
+
+    def _become_worker(self, fds: list[int]) -> NoReturn:
+        """Turn a fresh fork into a worker; never returns into the zygote's loop."""
+        code = 70
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._wake)
+            os.close(self._wakeup)
+            self._control.close()
+            os.setsid()
+            processes.die_with_parent()
+            channel, output = fds
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            self._work(socket.socket(fileno=channel))
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # noqa: BLE001  # it is about to end; what it was goes into the output
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        """Report workers that ended, and end what they left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid not in self._workers:
+                continue
+            self._workers.discard(pid)
+            processes.kill_group(pid)
+            orphans = [p for p in processes.children_of(os.getpid()) if p not in self._workers]
+            left = sum(processes.kill_tree(orphan) for orphan in orphans)
+            send(self._control, Exited(pid, os.waitstatus_to_exitcode(status), left))
 
 
 if __name__ == "__main__":
