@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
+from attnprobe.probe.inputs import seed_generators
 from attnprobe.probe.reference import Reference, reference
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def read_mask(case: Case, tensors: Tensors, backend: Any) -> Tensor:
         count = min(columns, case.seqlen_kv - start)
         index = torch.arange(count, device=v.device)
         v[:, :, start + index, index] = 1
-        torch.manual_seed(case.seed)
+        seed_generators(case.seed, q.device)
         out = backend.run(forward, replace(tensors, q=q, v=v))["out"]
         seen.append(out[..., :count].double() > 0)
     if not seen:

@@ -179,16 +179,20 @@ class Localiser:
     def _join(self, finding: Finding, passing: Observation) -> bool:
         """Whether an axis was found that tells a passing case from the witness, and joined."""
         near = passing
+        tied = set()
         for axis in ORDER:
             if near.at[axis] == finding.witness.at[axis]:
                 continue
             candidate = step(near.case, axis, finding.witness.at[axis])
             if candidate is None:
+                tied.add(axis)
                 continue
             seen = self.look(candidate)
             if seen is not None and seen.verdict is Verdict.OK:
                 near = seen
         axes = differing(near.at, finding.witness.at)
+        # An axis that cannot be moved because another one holds it says nothing of its own.
+        axes = [axis for axis in axes if axis not in tied] or axes
         if not axes:
             return False
         finding.counter.append(near.case.id)

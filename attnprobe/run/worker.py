@@ -19,7 +19,7 @@ from attnprobe.config import Case
 from attnprobe.device.cpu import cpu_device
 from attnprobe.errors import AttnprobeError
 from attnprobe.probe import dropout
-from attnprobe.probe.inputs import Tensors, make
+from attnprobe.probe.inputs import Tensors, make, seed_generators
 from attnprobe.probe.judge import Judgement, agree, input_bits, inputs_changed, judge
 from attnprobe.probe.poison import FINITE_FILL, NAN_FILL, Poison
 from attnprobe.probe.reference import Reference, reference
@@ -168,7 +168,7 @@ class Worker:
 
     def _filled(self, backend: Any, case: Case, tensors: Tensors, fill: int) -> Outputs:
         """Return one run with unwritten memory holding `fill`."""
-        torch.manual_seed(case.seed)
+        seed_generators(case.seed, self._torch_device)
         # use_deterministic_algorithms does the same and imports the compiler, two seconds a worker.
         torch.set_deterministic_debug_mode("error" if case.deterministic else "default")
         self._poison.fill(fill)

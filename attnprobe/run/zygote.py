@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -69,6 +70,10 @@ def _import_what_kernels_will() -> None:
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    package = importlib.import_module("attnprobe.backends")
+    for module in pkgutil.iter_modules(package.__path__):
+        with contextlib.suppress(Exception):
+            importlib.import_module(f"{package.__name__}.{module.name}")
     # Hashing the record of torch's files takes a while as well; forks inherit the answer.
     installed("torch")
 
