@@ -210,6 +210,8 @@ def _fits(  # noqa: PLR0913, PLR0917  # one argument an axis
     return bool(shortest * other * dim * count <= (WORK_CAP if count == 1 else WORK_CAP // 2))
 
 
+_WORK_AXES: Final = ("seqlen_q", "seqlen_kv", "head_dim", "head_dim_v", "heads", "batch")
+
 CONSTRAINTS: Final[tuple[Constraint, ...]] = (
     Constraint(
         ("pass", "needs_grad"),
@@ -257,7 +259,7 @@ CONSTRAINTS: Final[tuple[Constraint, ...]] = (
         "one kv head of one batch entry has nothing to expand over",
     ),
     Constraint(
-        ("seqlen_q", "seqlen_kv", "head_dim", "head_dim_v", "heads", "batch"),
+        _WORK_AXES,
         _fits,
         "work per case is capped: long lengths go with few heads of few dimensions",
     ),
@@ -325,10 +327,16 @@ def allowed(at: At) -> bool:
     return first_violated(at) is None
 
 
-def first_violated(at: At) -> Constraint | None:
+PLANNING_ONLY: Final = frozenset({("head_dim", "head_dim_v"), _WORK_AXES})
+"""Axes of constraints that keep a plan small; a job may ask for what they exclude."""
+
+
+def first_violated(at: At, leaving_out: frozenset[tuple[str, ...]] = frozenset()) -> Constraint | None:
     """Return the first constraint that a full choice of levels breaks, if any."""
     for constraint in CONSTRAINTS:
-        if not constraint.allows(*(at[name] for name in constraint.axes)):
+        if constraint.axes not in leaving_out and not constraint.allows(
+            *(at[name] for name in constraint.axes)
+        ):
             return constraint
     return None
 

@@ -35,8 +35,8 @@ GradOut = Literal["contiguous"]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 Length = Annotated[int, Meta(ge=0, le=1 << 31)]
 Probability = Annotated[float, Meta(ge=0, lt=1)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class AttentionConfig(
@@ -110,6 +110,17 @@ class Case(
     grad_out: GradOut = "contiguous"
     seed: Length = 0
 
+    def __post_init__(self) -> None:
+        """Let what equals a default be that default.
+
+        msgspec leaves a field out where it *is* its default; a 0.0 that was computed is another object,
+        and would give the same case another id.
+        """
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value is not default and value == default:
+                msgspec.structs.force_setattr(self, name, default)
+
     @property
     def id(self) -> str:
         """Twelve hex digits that name this case wherever it is run: a hash of its canonical form."""
@@ -127,11 +138,12 @@ class Case(
         return self.scale if self.scale is not None else float(self.head_dim) ** -0.5
 
 
+_DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in msgspec.structs.fields(Case)}
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 
 
 def canonical(value: Any) -> bytes:
-    """Return deterministic JSON bytes of any struct or builtin value (sorted keys, no spaces)."""
+    """Return deterministic JSON bytes: fields as declared, other mappings by key, no spaces."""
     return _ENCODER.encode(value)
 
 
@@ -173,12 +185,23 @@ def case_from(config: AttentionConfig, *, seed: int = 0) -> Case:
     if said.get("mask") == "window":
         said.setdefault("window", 64)
     case = Case(**said, seed=seed)
-    if case.heads % case.heads_kv:
-        raise UsageError(
-            f"heads={case.heads} is no multiple of heads_kv={case.heads_kv}",
-            why="every key-value head serves the same number of query heads",
-        )
+    contradiction = _contradiction(case)
+    if contradiction:
+        shown = ", ".join(f"{name.rstrip('_')}={value}" for name, value in said.items())
+        raise UsageError(f"the configuration {shown} contradicts itself", why=contradiction)
     return case
+
+
+def _contradiction(case: Case) -> str:
+    """Return why a case cannot be, or "" where it can."""
+    from attnprobe.axes import PLANNING_ONLY, first_violated, levels_of
+
+    if case.heads % case.heads_kv:
+        return f"heads={case.heads} is no multiple of heads_kv={case.heads_kv}"
+    if case.window and case.mask != "window":
+        return "a window goes with mask=window"
+    broken = first_violated(levels_of(case), leaving_out=PLANNING_ONLY)
+    return "" if broken is None else broken.reason
 
 
 def parse_config(fields: dict[str, object], where: str) -> AttentionConfig:

@@ -1,6 +1,6 @@
 """Write the generated files of docs/, or with `--check` fail where one of them is out of date.
 
-    python docs/generate.py [--check]
+python docs/generate.py [--check]
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ def axes_page() -> str:
     for constraint in CONSTRAINTS:
         axes = ", ".join(f"`{name}`" for name in constraint.axes)
         lines.append(f"- {axes}: {constraint.reason}.")
-    lines += ["", "## Fields of a configuration", "", "`AttentionConfig`, and an entry of a `--config` file:", ""]
+    lines += [
+        "",
+        "## Fields of a configuration",
+        "",
+        "`AttentionConfig`, and an entry of a `--config` file:",
+        "",
+    ]
     for field in msgspec.structs.fields(AttentionConfig):
         lines.append(f"- `{field.encode_name}`")
     return "\n".join(lines) + "\n"

@@ -95,7 +95,7 @@ def _module(spec: str, place: str) -> tuple[Any, Material]:
         return _from_file(path) if path.suffix == ".py" else _from_package(place)
     except FileNotFoundError:
         raise UsageError(f"--backend {spec}: {place} does not exist") from None
-    except Exception as error:  # noqa: BLE001  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's module may raise anything
         raise UsageError(
             f"--backend {spec} cannot be imported", why=f"{type(error).__name__}: {error}"
         ) from None
@@ -103,11 +103,12 @@ def _module(spec: str, place: str) -> tuple[Any, Material]:
 
 def _from_file(path: Path) -> tuple[Any, Material]:
     content = path.read_bytes()
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules.setdefault(path.stem, module)
+    sys.modules[name] = module
     module_spec.loader.exec_module(module)
     digest = hashlib.sha256(content).hexdigest()[:16]
     return module, Material(name="file", version=path.name, digest=digest)

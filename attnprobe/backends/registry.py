@@ -76,6 +76,12 @@ def choose(asked: Iterable[str], device: Device) -> tuple[dict[str, Backend], li
                 gone.append(Absent(spec, reason))
         elif ":" in spec:
             backend = load(spec)
+            if backend.name in wanted:
+                raise UsageError(
+                    f"--backend {spec}: another one is named {backend.name} already",
+                    why="a matrix names a callable by file and function",
+                    fix="rename one of the files",
+                )
             wanted[backend.name] = backend
         elif any(spec == one.name for one in absent):
             gone.extend(one for one in absent if one.name == spec)

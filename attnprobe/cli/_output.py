@@ -77,7 +77,6 @@ def format_option(default: str = "table") -> Callable[[Command], Command]:
     """Return the `--format` option of commands that print a matrix."""
     return click.option(
         "--format",
-        "format_name",
         default=default,
         show_default=True,
         metavar="FORMAT",

@@ -17,7 +17,8 @@ from attnprobe.config import canonical
 from attnprobe.device.cpu import cpu_device
 from attnprobe.errors import NoVerdictError
 from attnprobe.matrix.store import check_writable, data_directory, write_atomically
-from attnprobe.probe.plan import Plan, plan, plan_of_configs
+from attnprobe.probe.plan import Plan, plan_of_configs
+from attnprobe.probe.plan import plan as plan_of
 from attnprobe.report.interface import format_named
 from attnprobe.run.journal import Header, Journal, journal_path
 from attnprobe.run.scan import Present, Scan
@@ -36,34 +37,40 @@ class Request:
     """The options of one scan."""
 
     level: str
-    backends: tuple[str, ...]
-    config_file: Path | None
+    backend: tuple[str, ...]
+    config: Path | None
     seed: int
     budget: float | None
     kernels: int | None
     timeout: float
-    outputs: tuple[str, ...]
-    format_name: str
+    output: tuple[str, ...]
+    format: str
     resume: bool
     fail_on: str
-    plan_only: bool
+    plan: bool
     progress: bool | None
 
     def run(self) -> int:
         """Scan and return the exit code."""
-        format_named(self.format_name)
+        format_named(self.format)
         chosen = self._plan()
-        if self.plan_only:
+        if self.plan:
             return self._print_plan(chosen)
         device = cpu_device()
-        outputs = [output_spec(spec) for spec in self.outputs]
+        outputs = [output_spec(spec) for spec in self.output]
         if not outputs:
             outputs = [("json", data_directory() / f"{device.slug}.{chosen.level}.json")]
         for _, path in outputs:
             check_writable(path)
         with contextlib.ExitStack() as stack:
-            supervisor = stack.enter_context(Supervisor(device.torch_name, self.backends, self.timeout))
+            supervisor = stack.enter_context(Supervisor(device.torch_name, self.backend, self.timeout))
             present = self._present(supervisor)
+            if all(one.reason for one in present):
+                raise NoVerdictError(
+                    "no backend to probe",
+                    why="; ".join(f"{one.name}: {one.reason}" for one in present),
+                    fix="attnprobe doctor",
+                )
             identity = hashlib.sha256(canonical([device.record, present])).hexdigest()[:16]
             journal = Journal(
                 journal_path(outputs[0][1]),
@@ -86,7 +93,7 @@ class Request:
             matrix = scan.matrix()
             self._write(matrix, outputs)
             journal.close(keep=interrupted)
-        print_matrix(matrix, self.format_name)
+        print_matrix(matrix, self.format)
         for _, path in outputs:
             click.echo(f"written: {path}", err=True)
         if interrupted:
@@ -95,16 +102,16 @@ class Request:
         return self._code(matrix)
 
     def _plan(self) -> Plan:
-        if self.config_file is None:
-            return plan(self.level, self.seed)
+        if self.config is None:
+            return plan_of(self.level, self.seed)
         from attnprobe.probe.config_file import read_configs
 
-        return plan_of_configs(read_configs(self.config_file), self.seed)
+        return plan_of_configs(read_configs(self.config), self.seed)
 
     def _print_plan(self, chosen: Plan) -> int:
         from attnprobe.probe.plan import described
 
-        if self.format_name == "json":
+        if self.format == "json":
             import msgspec
 
             document = {

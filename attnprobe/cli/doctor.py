@@ -14,18 +14,17 @@ from attnprobe.errors import AttnprobeError
 @click.command("doctor")
 @click.option(
     "--format",
-    "format_name",
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
 )
-def command(format_name: str) -> int:
+def command(format: str) -> int:
     """Say what a scan would run on and what is missing.
 
     Exits 3 where nothing can be probed.
     """
     found = examine()
-    if format_name == "json":
+    if format == "json":
         import msgspec
 
         content = msgspec.json.encode(found, order="deterministic")

@@ -51,6 +51,7 @@ def cli() -> None:
     \b
     attnprobe scan                 run every backend, write a capability matrix
     attnprobe show                 print the matrix of the last scan
+    attnprobe select --pass backward --dtype bfloat16 --head-dim 128
     attnprobe doctor               what a scan would run on, and what is missing
     """  # noqa: D301  # click's mark for "keep these lines"
 
@@ -58,24 +59,44 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line and exit."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = _run()
+        sys.stdout.flush()
     except AttnprobeError as error:
         report(error)
         code = error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.ctx.get_help() if error.ctx else "")
-        code = 0
     except click.ClickException as error:
         error.show()
         code = 2
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = 130
-    except BrokenPipeError:
-        # The reader left; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    except OSError as error:
+        code = _output_failed(error)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Return the exit code of the command that the arguments name."""
+    if os.environ.get("_ATTNPROBE_COMPLETE"):
+        cli.main(prog_name="attnprobe")
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    try:
+        # Not cli.main: it would turn a closed pipe into exit code 1, which means something else here.
+        with cli.make_context("attnprobe", sys.argv[1:]) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as end:
+        code = end.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _output_failed(error: OSError) -> int:
+    """Return the exit code where standard output takes no more, and keep the interpreter quiet at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 0  # the reader has seen enough
+    click.echo(f"error: standard output cannot be written\n  why: {error.strerror}", err=True)
+    return 3
 
 
 def report(error: AttnprobeError) -> None:

@@ -22,7 +22,6 @@ LEVELS: Final = ("quick", "standard", "full")
 )
 @click.option(
     "--backend",
-    "backends",
     multiple=True,
     metavar="NAME|FILE.py:NAME|MODULE:NAME",
     help="Probe this backend only (repeatable). A callable of your own has the call shape of "
@@ -30,7 +29,6 @@ LEVELS: Final = ("quick", "standard", "full")
 )
 @click.option(
     "--config",
-    "config_file",
     type=click.Path(path_type=Path),
     help="Probe the configurations in this YAML, JSON or TOML file, and those that differ from one of "
     "them on one axis, instead of a level.",
@@ -63,7 +61,6 @@ LEVELS: Final = ("quick", "standard", "full")
 @click.option(
     "-o",
     "--output",
-    "outputs",
     multiple=True,
     metavar="FORMAT:FILE",
     help="Write this file (repeatable). [default: json in the user's data directory]",
@@ -77,7 +74,7 @@ LEVELS: Final = ("quick", "standard", "full")
     show_default=True,
     help="Exit 1 if a backend fails a case.",
 )
-@click.option("--plan", "plan_only", is_flag=True, help="Print the cases and stop.")
+@click.option("--plan", is_flag=True, help="Print the cases and stop.")
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar. [default: on a terminal]")
 def command(**options: Any) -> int:
     """Run every attention backend that is here and write a capability matrix.

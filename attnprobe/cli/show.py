@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @click.command("show")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
-@click.option("--case", "case_id", metavar="ID", help="Show this case only, on every backend.")
+@click.option("--case", metavar="ID", help="Show this case only, on every backend.")
 @format_option()
-def command(file: Path | None, case_id: str | None, format_name: str) -> None:
+def command(file: Path | None, case: str | None, format: str) -> None:
     """Print a matrix: backends by verdict, and the rules in plain words.
 
     Without FILE: ATTNPROBE_MATRIX, else the newest matrix of your own scans.
@@ -26,10 +26,12 @@ def command(file: Path | None, case_id: str | None, format_name: str) -> None:
     from attnprobe.matrix.store import newest_matrix, read_matrix
 
     matrix = read_matrix(file or newest_matrix())
-    if case_id is None:
-        print_matrix(matrix, format_name)
+    if case is None:
+        print_matrix(matrix, format)
+    elif format in {"table", "json"}:
+        _show_case(matrix, case, format)
     else:
-        _show_case(matrix, case_id, format_name)
+        raise UsageError(f"a case has no format {format!r}", why="known are json and table")
 
 
 def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:

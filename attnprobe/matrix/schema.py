@@ -22,6 +22,8 @@ from attnprobe.config import Case, canonical
 from attnprobe.verdict import Evidence, Verdict
 
 SCHEMA: Final = "attnprobe.matrix/1"
+OUTPUTS: Final = ("out", "lse", "dq", "dk", "dv", "dmask")
+"""What a backend may return, in the order in which it is named."""
 
 
 class Material(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,7 +107,7 @@ class Rule(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether a case with this id and these levels falls under the rule."""
         if self.cases and case_id not in self.cases:
             return False
-        return all(at[axis] in levels for axis, levels in self.when.items())
+        return all(at.get(axis) in levels for axis, levels in self.when.items())
 
 
 class Backend(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -70,29 +70,27 @@ def parse_matrix(content: bytes, where: str) -> Matrix:
     """Return the matrix in `content`; `where` names it in errors. Raises MatrixError."""
     if not content.strip():
         raise MatrixError(f"{where} is empty", fix="scan again, or restore the file")
+    head = None
     try:
         head = msgspec.json.decode(content, type=_Head)
+        if head.schema != SCHEMA:
+            raise MatrixError(
+                f"{where} has schema {head.schema!r}",
+                why=f"this attnprobe reads {SCHEMA!r}",
+                fix="use the attnprobe that wrote it, or scan again" if head.schema else "",
+            )
+        matrix = compact(_DECODER.decode(content))
     except msgspec.ValidationError as error:
-        raise MatrixError(f"{where} is no matrix", why=str(error)) from None
+        raise MatrixError(
+            f"{where} {'is no matrix' if head is None else f'breaks the schema {SCHEMA}'}",
+            why=str(error),
+            fix=f"`attnprobe validate {where}` lists every fault",
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MatrixError(
             f"{where} is not JSON, or was cut off",
             why=str(error),
             fix="scan again, or restore the file",
-        ) from None
-    if head.schema != SCHEMA:
-        raise MatrixError(
-            f"{where} has schema {head.schema!r}",
-            why=f"this attnprobe reads {SCHEMA!r}",
-            fix="use the attnprobe that wrote it, or scan again" if head.schema else "",
-        )
-    try:
-        matrix = compact(_DECODER.decode(content))
-    except (msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise MatrixError(
-            f"{where} breaks the schema {SCHEMA}",
-            why=str(error),
-            fix=f"`attnprobe validate {where}` lists every fault",
         ) from None
     if digest_of(matrix) != matrix.digest:
         raise MatrixError(

@@ -73,9 +73,16 @@ class Tuples:
         levels = rows[:, self.combos[which]]
         return np.asarray((levels * self.strides[which]).sum(axis=2) + self.offsets[which])
 
-    def gain(self, rows: NDArray[Any], axis: int | None = None) -> NDArray[Any]:
-        """Return how many uncovered tuples each row would cover."""
-        return np.asarray(self.open[self.of(rows, axis)].sum(axis=1))
+    def gain(self, rows: NDArray[Any], tier: int, axis: int | None = None) -> NDArray[Any]:
+        """Return how many uncovered tuples each row of a tier would cover."""
+        indices = self.of(rows, axis)
+        return np.asarray((self.open[indices] & (self.tier[indices] == tier)).sum(axis=1))
+
+    def close(self, row: NDArray[Any]) -> None:
+        """Mark what a row covers: the tuples that hold every special level of it."""
+        tier = sum(int(_SPECIAL[a][v]) for a, v in enumerate(row))
+        indices = self.of(row[None, :])[0]
+        self.open[indices[self.tier[indices] == tier]] = False
 
     def levels(self, index: int) -> dict[int, int]:
         """Return the tuple at an index as axis -> level."""
@@ -176,6 +183,7 @@ def _grow(  # noqa: PLR0913, PLR0917  # the state of one search
     start = space.complete(dict(fixed), 0, random)
     if start is None:
         return None
+    tier = sum(int(_SPECIAL[a][v]) for a, v in fixed.items())
     row = np.zeros(len(AXES), dtype=np.int64)
     for axis in range(len(AXES)):
         ordinary = np.flatnonzero(~_SPECIAL[axis])
@@ -187,17 +195,17 @@ def _grow(  # noqa: PLR0913, PLR0917  # the state of one search
             levels = np.flatnonzero(~_SPECIAL[axis])
             rows = np.repeat(row[None, :], len(levels), axis=0)
             rows[:, axis] = levels
-            score = target.gain(rows, axis).astype(float)
+            score = target.gain(rows, tier, axis).astype(float)
             if beyond is not None:
-                score += beyond.gain(rows, axis) * 1e-3
+                score += beyond.gain(rows, tier, axis) * 1e-3
             score -= seen[axis][levels] * 1e-7 + _work(rows) * _DEARNESS
             score[~space.valid(rows)] = -np.inf
             row = rows[int(score.argmax())]
         if (row == before).all():
             break
-    total = float(target.gain(row[None, :])[0]) - float(_work(row[None, :])[0]) * _DEARNESS
+    total = float(target.gain(row[None, :], tier)[0]) - float(_work(row[None, :])[0]) * _DEARNESS
     if beyond is not None:
-        total += float(beyond.gain(row[None, :])[0]) * 1e-3
+        total += float(beyond.gain(row[None, :], tier)[0]) * 1e-3
     return total, row
 
 
@@ -246,10 +254,14 @@ def generate(seed: int = 0) -> tuple[list[str], int, int]:
                 for axis, level in enumerate(row):
                     seen[axis][level] += 1
                 for tuples in (pairs, triples):
-                    tuples.open[tuples.of(row[None, :])] = False
+                    tuples.close(row)
+                # A tuple that is possible beside another special level only is done with all the same.
+                target.open[index] = False
         if target is pairs:
             pair_rows = len(rows)
-    return ["".join(ALPHABET[v] for v in row) for row in rows], pair_rows, missed
+    lines = ["".join(ALPHABET[v] for v in row) for row in rows]
+    # Tuples that are possible only beside other special levels may ask for one row several times.
+    return list(dict.fromkeys(lines)), len(dict.fromkeys(lines[:pair_rows])), missed
 
 
 def text(rows: list[str], pair_rows: int) -> str:

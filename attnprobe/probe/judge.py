@@ -55,7 +55,7 @@ def judge(case: Case, tensors: Tensors, runs: Sequence[Outputs], expected: Refer
     Without `expected` values are not judged (the reference could not be had), and the best verdict is
     `inconclusive`.
     """
-    broken = _contract(case, tensors, runs[0])
+    broken = next((faults for run in runs if (faults := _contract(case, tensors, run))), {})
     if broken:
         return Judgement(Verdict.WRONG, tuple(broken), {"contract": broken})
     unwritten, unsteady = _memory(runs)
@@ -121,7 +121,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def agree(one: Outputs, other: Outputs) -> bool:
     """Whether two runs returned the same bits in every output."""
-    return all(_same_bits(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        tensor.shape == other[name].shape
+        and tensor.dtype is other[name].dtype
+        and _same_bits(tensor, other[name])
+        for name, tensor in one.items()
+    )
 
 
 def _memory(runs: Sequence[Outputs]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,8 +10,10 @@ At last random neighbours inside and outside each rule are run; what they show i
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,8 +26,12 @@ from attnprobe.verdict import Verdict
 
 NEIGHBOURS: Final = 6
 """Random cases run inside, and as many outside, each rule."""
+RUNS_PER_FAILURE: Final = 15
+"""Runs that localising may add per failing case of the plan, beside `RUNS_AT_LEAST`."""
+RUNS_AT_LEAST: Final = 100
 _ROUNDS: Final = 3
 _JOINS: Final = 12
+_SPECIAL_SHARE: Final = 0.25
 
 # Which axis joins a rule when several could: what a reader expects to matter first.
 _PREFERRED: Final = ("pass", "dtype", "masked_rows", "mask", "layout", "dropout", "needs_grad")
@@ -51,8 +57,12 @@ class Finding:
     def covers(self, seen: Observation) -> bool:
         """Whether a case falls under it."""
         if self.cases:
-            return seen.case.id in self.cases
+            return seen.id in self.cases
         return all(seen.at[axis] in levels for axis, levels in self.when.items())
+
+
+class Exhausted(Exception):  # noqa: N818  # no error: what may be run has been run
+    """Raised inside localising where failures keep asking for more runs than they are worth."""
 
 
 class Localiser:
@@ -63,9 +73,26 @@ class Localiser:
         self.observed = observed
         self._probe = probe
         self.findings: list[Finding] = []
+        self._runs_left: int | None = None
 
     def run(self) -> None:
-        """Explain every failing case, then test and sharpen the findings on random neighbours."""
+        """Explain every failing case, then test and sharpen the findings on random neighbours.
+
+        Ends in bounded time: what is not explained by then, failures without a pattern, gets a finding of
+        all its axis values.
+        """
+        failing = sum(seen.verdict.fails for seen in self.observed)
+        self._runs_left = RUNS_AT_LEAST + RUNS_PER_FAILURE * failing
+        with contextlib.suppress(Exhausted):
+            self._run()
+        self.findings[:] = [f for f in self.findings if self._passing_inside(f) is None]
+        while (left := self._unexplained()) is not None:
+            self._alone(left)
+        for finding in self.findings:
+            near = (seen for name in finding.counter if (seen := self.observed.get(name)) is not None)
+            finding.counter = [seen.id for seen in near if len(differing(seen.at, finding.witness.at)) == 1]
+
+    def _run(self) -> None:
         for round_ in range(_ROUNDS):
             while (case := self._unexplained()) is not None:
                 self.explain(case)
@@ -100,8 +127,9 @@ class Localiser:
             for axis in ORDER
             if witness.at[axis] != AXIS[axis].plain and not forced(witness.at, axis)
         }
-        if {"seqlen_q", "seqlen_kv"} & set(when):
-            when.pop("seqlen_order", None)
+        lengths = {"seqlen_q", "seqlen_kv"} & set(when)
+        if lengths and "seqlen_order" in when and not self._order_matters(witness, lengths):
+            del when["seqlen_order"]
         if "pass" in when:
             when.pop("needs_grad", None)
         finding = Finding(when, witness, counter)
@@ -112,12 +140,23 @@ class Localiser:
             return self._alone(failing)
         return finding
 
+    def _order_matters(self, witness: Observation, held: AbstractSet[str]) -> bool:
+        """Whether a witness passes with its lengths in another order, those of `held` kept."""
+        for order in AXIS["seqlen_order"].levels:
+            moved = step(witness.case, "seqlen_order", order, keep=held)
+            if moved is None or order == witness.at["seqlen_order"]:
+                continue
+            seen = self.look(moved)
+            if seen is not None and seen.verdict is Verdict.OK:
+                return True
+        return False
+
     def _alone(self, failing: Observation) -> Finding:
         """Return a finding of all the axis values of one case, or of the case itself."""
         when = {axis.name: {failing.at[axis.name]} for axis in AXES}
         finding = Finding(when, failing)
         if any(seen.verdict is Verdict.OK and finding.covers(seen) for seen in self.observed):
-            finding.cases = {failing.case.id}
+            finding.cases = {failing.id}
         self.findings.append(finding)
         return finding
 
@@ -139,8 +178,19 @@ class Localiser:
         return witness, counter
 
     def look(self, case: Case) -> Observation | None:
-        """Return what is known of a case, running it where nothing is; None: it may not be run."""
-        return self.observed.get(case.id) or self._probe(case)
+        """Return what is known of a case, running it where nothing is; None: it may not be run.
+
+        Raises:
+            Exhausted: too many cases were run already.
+        """
+        known = self.observed.get(case.id)
+        if known is not None:
+            return known
+        if self._runs_left is not None:
+            if not self._runs_left:
+                raise Exhausted
+            self._runs_left -= 1
+        return self._probe(case)
 
     def _extend(self, finding: Finding, failing: Observation) -> bool:
         """Whether one more level on one axis makes a finding cover the case, shown on its witness."""
@@ -169,7 +219,7 @@ class Localiser:
             if not self._join(finding, passing):
                 break
         if self._passing_inside(finding) is not None:
-            finding.cases = {seen.case.id for seen in self._failing_inside(finding)}
+            finding.cases = {seen.id for seen in self._failing_inside(finding)}
 
     def _passing_inside(self, finding: Finding) -> Observation | None:
         if finding.cases:
@@ -195,7 +245,7 @@ class Localiser:
         axes = [axis for axis in axes if axis not in tied] or axes
         if not axes:
             return False
-        finding.counter.append(near.case.id)
+        finding.counter.append(near.id)
         failing = self._failing_inside(finding)
         # The axis whose level, excluded, leaves fewest failing cases without an explanation.
         axis = min(
@@ -301,7 +351,9 @@ class Localiser:
         axes = [axis for axis in AXES if axis.name not in keep and axis.name != "seqlen_order"]
         moved: Case | None = case
         for axis in draw.sample(axes, min(count, len(axes))):
-            levels = [level for level in axis.levels if level not in axis.special]
+            # Special levels are mostly refused; one in four is tried all the same.
+            every = draw.random() < _SPECIAL_SHARE
+            levels = [level for level in axis.levels if every or level not in axis.special]
             moved = step(moved, axis.name, draw.choice(levels)) if moved is not None else None
         if moved is None or moved.id == case.id:
             return None

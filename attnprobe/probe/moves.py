@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from attnprobe.axes import AXES, AXIS, At, Level, allowed, levels_of
@@ -15,21 +16,30 @@ ORDER: Final = (
     "seqlen_q",
     "seqlen_kv",
     "seqlen_order",
-    *(axis.name for axis in AXES if axis.name not in LENGTHS and axis.name not in {"pass", "dtype"}),
+    # What only a mask can have goes before the mask, which could not go plain beside it.
+    "needs_grad",
+    "masked_rows",
+    *(
+        axis.name
+        for axis in AXES
+        if axis.name not in LENGTHS | {"pass", "dtype", "needs_grad", "masked_rows"}
+    ),
     "dtype",
     "pass",
 )
 
 
-def step(case: Case, axis: str, level: Level) -> Case | None:
+def step(case: Case, axis: str, level: Level, keep: AbstractSet[str] = frozenset()) -> Case | None:
     """Return the case with `axis` at `level` and as little else changed as the constraints allow.
 
-    None where no repair makes it possible.
+    None where no repair that leaves the axes of `keep` alone makes it possible.
     """
     at = levels_of(case)
     if at[axis] == level:
         return case
     for repair in _repairs(axis):
+        if keep & repair.keys():
+            continue
         wanted = {**at, axis: level}
         changed = {axis}
         for other, choice in repair.items():
@@ -52,6 +62,9 @@ def _repairs(axis: str) -> list[dict[str, Level]]:
     if axis in {"seqlen_q", "seqlen_kv"}:
         repairs += [{"seqlen_order": order} for order in AXIS["seqlen_order"].levels]
     if axis == "seqlen_order":
+        # One length moved, the plain one first, then both.
+        levels = (AXIS["seqlen_q"].plain, "odd", "long", "1")
+        repairs += [{side: level} for side in ("seqlen_kv", "seqlen_q") for level in levels]
         pairs = (("x128", "x128"), ("odd", "odd"), ("x128", "odd"), ("odd", "x128"))
         repairs += [{"seqlen_q": q, "seqlen_kv": kv} for q, kv in pairs]
     return repairs

@@ -20,6 +20,11 @@ class Observation(Struct, frozen=True):
     result: Result
 
     @property
+    def id(self) -> str:
+        """Return the id of the case."""
+        return self.result.id
+
+    @property
     def verdict(self) -> Verdict:
         """Return the verdict."""
         return self.result.verdict
@@ -44,7 +49,7 @@ class Observed:
     def add(self, case: Case, result: Result) -> Observation:
         """Keep what became of a case."""
         seen = Observation(case, levels_of(case), result)
-        self._by_id[case.id] = seen
+        self._by_id[result.id] = seen
         return seen
 
     def get(self, case_id: str) -> Observation | None:

@@ -8,8 +8,8 @@ Rows whose keys are all hidden have no right answer, so they are kept apart: the
 live rows, and adds what the dead rows contribute once the judge has seen what the backend made of them.
 
 The tolerance of an element is `EAGER` times the error that eager attention makes in the same dtype, plus
-`UNITS` roundings of the terms that element sums, as random signs let them grow (root of the sum of
-squares). Scaled by the terms and not by the result: where all terms cancel, as with a single key, the
+`UNITS` times the dtype's eps of the terms that the element sums, as random signs let them grow (root of the
+sum of squares). Scaled by the terms and not by the result: where all terms cancel, as with a single key, the
 right gradient is 0 and no relative error means anything.
 """
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from attnprobe.probe.inputs import Tensors
 
 EAGER: Final = 3.0
-UNITS: Final = 8.0
+UNITS: Final = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 1.5}
+"""In float32, kernels approximate the exponential and sum in an order of their own; in 16 bits they compute
+in float32 and round the probabilities and the results."""
 
 Named = dict[str, "Tensor"]
 Results = tuple[Named, Named]
@@ -69,8 +71,8 @@ class Reference:
         extra = self.exact.results(p, slope, to_scores=to_scores)
         low_p, low_slope = self.low.dead_probabilities(given)
         eager = self.low.results(low_p, low_slope, to_scores=to_scores)
-        unit = torch.finfo(self.low.rounds or torch.float32)
-        results = (extra, _tolerance(extra, eager, self.single.spread(p.float()), unit))
+        dtype = self.low.rounds or torch.float32
+        results = (extra, _tolerance(extra, eager, self.single.spread(p.float()), dtype))
         self._dead.append((given, to_scores, results))
         return results
 
@@ -81,9 +83,9 @@ class Reference:
             p, _ = self.exact.dead_probabilities(rows)
             low_p, _ = self.low.dead_probabilities(rows)
             exact = {"out": self.exact.out(p)}
-            unit = torch.finfo(self.low.rounds or torch.float32)
+            dtype = self.low.rounds or torch.float32
             spread = {"out": self.single.out_spread(p.float())}
-            tolerance = _tolerance(exact, {"out": self.low.out(low_p)}, spread, unit)
+            tolerance = _tolerance(exact, {"out": self.low.out(low_p)}, spread, dtype)
             self._out[name] = (exact["out"], tolerance["out"])
         return self._out[name]
 
@@ -235,18 +237,19 @@ def reference(case: Case, tensors: Tensors, keep: Tensor | None = None) -> Refer
     low = single if dtype is torch.float32 else replace(single, rounds=dtype)
     low_p, low_slope, _ = low.live()
     eager = low.results(low_p, low_slope)
-    tolerance = _tolerance(expected, eager, single.spread(p.float()), torch.finfo(dtype))
+    tolerance = _tolerance(expected, eager, single.spread(p.float()), dtype)
     return Reference(expected, tolerance, dead, exact, low, single)
 
 
-def _tolerance(exact: Named, eager: Named, spread: Named, limits: torch.finfo) -> Named:
+def _tolerance(exact: Named, eager: Named, spread: Named, dtype: torch.dtype) -> Named:
     """Return the tolerance per element: of the module's docstring, in float64."""
+    limits = torch.finfo(dtype)
     tolerance = {}
     for name, value in exact.items():
         error = (eager[name].double() - value).abs_()
         worst = float(error.max()) if error.numel() else 0.0
         floor = EAGER * worst + limits.tiny
-        tolerance[name] = spread[name].double().mul_(UNITS * limits.eps).add_(floor)
+        tolerance[name] = spread[name].double().mul_(UNITS[dtype] * limits.eps).add_(floor)
     return tolerance
 
 

@@ -46,11 +46,16 @@ class Table:
         return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
 
 
+def _plain(text: str) -> str:
+    """Return text that cannot steer a terminal; a matrix may come from anywhere."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def _head(console: Console, matrix: Matrix) -> None:
     for device in matrix.devices:
         facts = [device.kind, *([f"{device.cores} cores"] if device.cores else [])]
         facts += [f"SM {device.sm}"] if device.sm else []
-        console.print(f"{device.name} ({', '.join(facts)})")
+        console.print(_plain(f"{device.name} ({', '.join(facts)})"))
     for run in matrix.runs:
         strength = {3: "every triple", 2: "every pair"}.get(run.strength, "less than every pair")
         state = "complete" if run.complete else "incomplete"
@@ -64,25 +69,35 @@ def _backends(console: Console, matrix: Matrix) -> None:
 
     shown = [v for v in Verdict if any(r.verdict is v for b in matrix.backends for r in b.cases)]
     table = RichTable(box=None, pad_edge=False, header_style="bold")
-    table.add_column("backend", no_wrap=True)
-    table.add_column("version", no_wrap=True)
-    for verdict in shown:
-        table.add_column(verdict.value, justify="right", no_wrap=True, style=_style(verdict))
     probed = [backend for backend in matrix.backends if backend.status == "probed"]
+    needed = sum(len(verdict.value) + 2 for verdict in shown)
+    needed += sum(max((len(of(b)) for b in probed), default=0) + 2 for of in (_name, _version))
+    # On a narrow terminal the version goes before a figure does; `show --format json` has it.
+    wide = needed <= console.width
+    table.add_column("backend", overflow="fold")
+    if wide:
+        table.add_column("version", no_wrap=True)
+    for verdict in shown:
+        width = len(verdict.value)
+        table.add_column(verdict.value, justify="right", min_width=width, style=_style(verdict))
     for backend in probed:
         counts = Counter(result.verdict for result in backend.cases)
         cells = [str(counts[verdict]) if counts[verdict] else "-" for verdict in shown]
-        table.add_row(backend.name, _version(backend), *cells)
+        table.add_row(_name(backend), *([_version(backend)] if wide else []), *cells)
     if probed:
         console.print(table)
     for backend in matrix.backends:
         if backend.status == "absent":
-            console.print(f"{backend.name}: not here: {backend.reason}", soft_wrap=True)
+            console.print(_plain(f"{backend.name}: not here: {backend.reason}"), soft_wrap=True)
     console.print()
 
 
+def _name(backend: Backend) -> str:
+    return _plain(backend.name)
+
+
 def _version(backend: Backend) -> str:
-    return " ".join(f"{m.name} {m.version}" for m in backend.materials[-1:])
+    return _plain(" ".join(f"{m.name} {m.version}" for m in backend.materials[-1:]))
 
 
 def _style(verdict: Verdict) -> str:
@@ -104,7 +119,7 @@ def _rules(console: Console, matrix: Matrix) -> None:
         for backend, rule in found:
             details = {result.id: result.detail for result in backend.cases}
             said = rule_text(rule, details.get(rule.witness, {}), lengths.get(rule.witness, 0))
-            console.print(f"  {backend.name}, {said}", soft_wrap=True)
+            console.print(_plain(f"  {backend.name}, {said}"), soft_wrap=True)
             where = f"    case {rule.witness}; {evidence_text(rule)}"
             console.print(where, soft_wrap=True, style="dim")
         console.print()
@@ -123,7 +138,7 @@ def _traits(console: Console, matrix: Matrix) -> None:
     for name, trait, value in rows:
         by_choice.setdefault((trait, value), []).append(name)
     for (trait, value), names in sorted(by_choice.items()):
-        console.print(f"  {trait}: {value} ({', '.join(names)})", soft_wrap=True)
+        console.print(_plain(f"  {trait}: {value} ({', '.join(names)})"), soft_wrap=True)
     console.print()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from attnprobe.axes import AXIS, Level
-from attnprobe.matrix.schema import Rule
+from attnprobe.matrix.schema import OUTPUTS, Rule
 from attnprobe.verdict import Verdict
 
 _WORDS: Final[dict[tuple[str, Level], str]] = {
@@ -51,12 +51,21 @@ _VERDICTS: Final = {
 
 def conditions(when: Mapping[str, Sequence[Level]]) -> str:
     """Return the conditions of a rule: "backward, float mask ..., float32 or bfloat16"."""
-    names = sorted(when, key=lambda a: (_FIRST.index(a) if a in _FIRST else len(_FIRST), a == "dtype"))
+    names = sorted(when, key=_rank)
     return ", ".join(_condition(name, when[name]) for name in names) or "every case"
+
+
+def _rank(axis: str) -> tuple[int, int]:
+    """Return where an axis stands in a sentence: what a reader looks for first, the dtype last."""
+    known = list(AXIS)
+    first = _FIRST.index(axis) if axis in _FIRST else len(_FIRST) + (axis == "dtype")
+    return first, known.index(axis) if axis in known else len(known)
 
 
 def _condition(axis: str, levels: Sequence[Level]) -> str:
     """Return one axis of a rule: its levels, or those it leaves out where they are fewer."""
+    if axis not in AXIS:
+        return f"{axis} {' or '.join(map(str, levels))}"
     if axis == "head_dim":
         return f"head dim {_runs(levels)}"
     rest = [level for level in AXIS[axis].levels if level not in levels]
@@ -74,8 +83,8 @@ def _runs(levels: Sequence[Level]) -> str:
     known = list(AXIS["head_dim"].levels)
     runs: list[list[Level]] = []
     for level in levels:
-        follows = runs and known.index(level) == known.index(runs[-1][-1]) + 1
-        if follows and level != known[-1]:
+        follows = runs and {level, runs[-1][-1]} <= set(known)
+        if follows and level == int(runs[-1][-1]) + 8:
             runs[-1].append(level)
         else:
             runs.append([level])
@@ -86,7 +95,9 @@ def consequence(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
     """Return what happens under a rule: "dq, dk, dv wrong, dq of row 0 128 times too large"."""
     said = _VERDICTS.get(rule.verdict, rule.verdict.value)
     text = f"{', '.join(rule.outputs)} {said}" if rule.outputs else said
-    for name, found in detail.get("wrong", {}).items():
+    wrong = detail.get("wrong", {})
+    for name in (output for output in OUTPUTS if output in wrong):
+        found = wrong[name]
         if "factor" in found and float(found["factor"]) > 1:
             times = float(found["factor"])
             exact = abs(times - seqlen_kv) < 0.01 * seqlen_kv > 0
@@ -102,15 +113,20 @@ def rule_text(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
     """Return a rule in one sentence, without the backend's name."""
     text = f"{conditions(rule.when)}: {consequence(rule, detail, seqlen_kv)}"
     if rule.cases:
-        text = f"{len(rule.cases)} exact cases: {consequence(rule, detail, seqlen_kv)}"
+        text = f"{count(len(rule.cases), 'exact case')}: {consequence(rule, detail, seqlen_kv)}"
     if rule.right:
         text += f"; {', '.join(rule.right)} {'is' if len(rule.right) == 1 else 'are'} right"
     return text
 
 
+def count(number: int, what: str) -> str:
+    """Return "1 case", "2 cases"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def evidence_text(rule: Rule) -> str:
     """Return on how much a rule rests."""
-    parts = [f"{rule.failing} cases"]
+    parts = [count(rule.failing, "case")]
     if rule.skipped:
         parts.append(f"{rule.skipped} more skipped")
     if rule.rates is not None:

@@ -6,18 +6,22 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 import attnprobe
 from attnprobe.axes import AXIS, Level
 from attnprobe.config import Case, canonical
 from attnprobe.matrix.schema import (
+    OUTPUTS,
     SCHEMA,
     Backend,
     CaseRecord,
     DeviceRecord,
     Generator,
     Matrix,
+    Result,
     Rule,
     Run,
     sealed,
@@ -30,8 +34,6 @@ from attnprobe.verdict import Verdict
 if TYPE_CHECKING:
     from attnprobe.probe.plan import Plan
     from attnprobe.run.scan import Present
-
-_OUTPUTS: Final = ("out", "lse", "dq", "dk", "dv", "dmask")
 
 
 @dataclass
@@ -69,9 +71,10 @@ def assemble(  # noqa: PLR0913, PLR0917  # the stages' results, one each
             continue
         seen = list(observed[one.name])
         cases.update({each.case.id: each.case for each in seen})
+        refused = refusals.group(seen)
         rules = [
             *_failing_rules(seen, findings[one.name], right),
-            *_refusal_rules(seen),
+            *_refusal_rules(refused),
         ]
         backends.append(
             Backend(
@@ -80,7 +83,7 @@ def assemble(  # noqa: PLR0913, PLR0917  # the stages' results, one each
                 materials=one.materials,
                 traits=traits[one.name],
                 rules=tuple(rules),
-                cases=tuple(each.result for each in seen),
+                cases=tuple(_without_reason(each.result, refused) for each in seen),
             )
         )
     run = Run(
@@ -115,6 +118,9 @@ def _failing_rules(
     """Return a rule per finding, and one of all axis values per failing case without a finding."""
     rules = []
     failing = [each for each in seen if each.verdict.fails]
+    passing = [each for each in seen if each.verdict is Verdict.OK]
+    # One that was cut off while it was being sharpened may still cover what passes: it says nothing yet.
+    findings = [f for f in findings if not any(f.covers(each) for each in passing)]
     for finding in findings:
         under = [e for e in failing if kind(e.verdict) == finding.kind and finding.covers(e)]
         witness = finding.witness
@@ -134,24 +140,31 @@ def _failing_rules(
     for each in failing:
         if any(kind(each.verdict) == f.kind and f.covers(each) for f in findings):
             continue
-        passing = [e for e in seen if e.verdict is Verdict.OK and e.at == each.at]
+        twins = any(e.at == each.at for e in passing)
         rules.append(
             _rule(
                 when={axis: (level,) for axis, level in each.at.items()},
                 verdict=each.verdict,
                 under=[each],
                 witness=each.case.id,
-                cases=(each.case.id,) if passing else (),
+                cases=(each.id,) if twins else (),
                 localised=False,
             )
         )
     return rules
 
 
-def _refusal_rules(seen: Sequence[Observation]) -> list[Rule]:
+def _without_reason(result: Result, groups: Sequence[refusals.Group]) -> Result:
+    """Return a result whose refusal a rule explains without the words that the rule has already."""
+    if result.verdict is not Verdict.REFUSED or any(g.under[0].id == result.id for g in groups):
+        return result
+    return structs.replace(result, detail={})
+
+
+def _refusal_rules(groups: Sequence[refusals.Group]) -> list[Rule]:
     """Return the rules of what the library refused, in its own words."""
     rules = []
-    for found in refusals.group(seen):
+    for found in groups:
         first = found.under[0]
         rules.append(
             _rule(
@@ -177,7 +190,7 @@ def _rule(
         id=hashlib.blake2b(key, digest_size=4).hexdigest(),
         when=when,
         verdict=verdict,
-        outputs=tuple(name for name in _OUTPUTS if name in outputs),
+        outputs=tuple(name for name in OUTPUTS if name in outputs),
         failing=len(under),
         **rest,
     )

@@ -7,6 +7,7 @@ GPU, where a case can take the machine down, it is also forced to the disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -67,7 +68,11 @@ class Journal:
                 fix="choose another -o",
             ) from None
         if not resume:
-            self._write(header)
+            try:
+                self._write(header)
+            except NoVerdictError:
+                self._file.close()
+                raise
 
     def launch(self, case: Case, backends: tuple[str, ...]) -> None:
         """Note that a case is about to run."""
@@ -99,9 +104,11 @@ class Journal:
     def _load(self, header: Header) -> None:
         try:
             content = self.path.read_bytes()
-        except FileNotFoundError:
+        except OSError as error:
             raise UsageError(
-                f"nothing to resume: {self.path} does not exist", fix="scan without --resume"
+                f"nothing to resume: {self.path} cannot be read",
+                why=error.strerror or str(error),
+                fix="scan without --resume",
             ) from None
         lines = content.splitlines(keepends=True)
         try:
@@ -117,8 +124,10 @@ class Journal:
             )
         decoder = msgspec.json.Decoder(Entry)
         for line in lines[1:]:
-            # A line that was cut off by the end of the scan is the one case that is lost.
-            if line.startswith(b'{"case"') and line.endswith(b"\n"):
+            # A line that was cut off or damaged is a case that runs again.
+            if not (line.startswith(b'{"case"') and line.endswith(b"\n")):
+                continue
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 entry = decoder.decode(line)
                 self.known[entry.case.id, entry.outcome.backend] = entry.outcome
         if content and not content.endswith(b"\n"):

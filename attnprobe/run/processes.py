@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -22,6 +23,11 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent(*, wanted: bool = True) -> None:
     """Ask the kernel to kill this process when the thread that started it ends (Linux)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)
+
+
+def no_core_dumps() -> None:
+    """Let a crash write no core file; that of a process with a GPU would be tens of gigabytes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def adopt_orphans() -> None:

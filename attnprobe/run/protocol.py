@@ -71,18 +71,21 @@ class Skipped(Struct, frozen=True, tag="skipped"):
     """The case needs a kernel that this backend may not compile any more; it was not run."""
 
     backend: str
+    case: str
 
 
 class Begin(Struct, frozen=True, tag="begin"):
     """The worker is about to run the case on this backend; "" while it builds the reference."""
 
     backend: str
+    case: str
 
 
 class Outcome(Struct, frozen=True, kw_only=True, tag="outcome"):
     """What became of the case on one backend. `seconds` by part: kernel, judge, ..."""
 
     backend: str
+    case: str
     verdict: Verdict
     evidence: Evidence = Evidence.MEASURED
     outputs: tuple[str, ...] = ()
@@ -96,6 +99,7 @@ class Outcome(Struct, frozen=True, kw_only=True, tag="outcome"):
 class Finished(Struct, frozen=True, tag="finished"):
     """The case is done on all backends; `seconds` spent on what they share."""
 
+    case: str
     seconds: dict[str, float] = {}
 
 
@@ -131,6 +135,11 @@ _TO_WORKER: Final = msgspec.json.Decoder(Request)
 _TO_SCAN: Final = msgspec.json.Decoder(Reply)
 _FROM_ZYGOTE: Final = msgspec.json.Decoder(Ready | Spawned | Exited)
 _ENCODER: Final = msgspec.json.Encoder()
+
+
+def printable(text: str) -> str:
+    """Return a library's words without what would steer a terminal or break an encoding."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def send(channel: socket.socket, message: Struct) -> None:

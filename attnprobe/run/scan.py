@@ -13,7 +13,6 @@ from msgspec import Struct
 from attnprobe.axes import levels_of
 from attnprobe.config import Case
 from attnprobe.device.interface import Device
-from attnprobe.errors import NoVerdictError
 from attnprobe.matrix.schema import Material, Matrix, Result
 from attnprobe.probe.localise import Finding, Localiser
 from attnprobe.probe.observed import Observation, Observed
@@ -87,12 +86,6 @@ class Scan:
 
     def run(self) -> None:
         """Run the plan, then localise what failed."""
-        if not self._names:
-            raise NoVerdictError(
-                "no backend to probe",
-                why="; ".join(f"{one.name}: {one.reason}" for one in self.backends),
-                fix="attnprobe doctor",
-            )
         self._run_plan()
         self._localise()
         self._account.finished_all = self._account.executed == len(self.plan.cases)

@@ -43,6 +43,7 @@ from attnprobe.run.protocol import (
     RunCase,
     Skipped,
     Spawned,
+    printable,
     receive_reply,
     receive_zygote,
     send,
@@ -56,8 +57,9 @@ KILL_LIMIT: Final = 5.0
 _SAID: Final = 300
 _BATCH: Final = 200
 """Cases in one message that asks for kernels; a message has a largest size."""
-WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait must not spin: beside any other load that made small kernels ten times slower."""
+THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+"""Threads that wait must not spin: beside any other load that made small kernels ten times slower. numpy's
+pool, which nothing here uses, is not started, so that the zygote is free of threads when it forks."""
 CONTROLS: Final = tuple(
     Case(pass_="forward", needs_grad="none", dtype=dtype) for dtype in ("float32", "bfloat16", "float16")
 )
@@ -68,10 +70,14 @@ class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end,
     """The worker ended, or was ended for overstaying, while on `backend`."""
 
     def __init__(  # noqa: PLR0913  # what is known of it
-        self, backend: str, verdict: Verdict, how: str, said: str, left: int, *, alone: bool
+        self, backend: str, verdict: Verdict, how: str, said: str, left: int, *, alone: bool, begun: bool
     ) -> None:
-        """Keep what is known of it; `alone`: the worker had run nothing else before."""
+        """Keep what is known of it.
+
+        `alone`: the worker had run nothing else before; `begun`: it had begun with the case.
+        """
         super().__init__(how)
+        self.begun = begun
         self.alone = alone
         self.backend = backend
         self.verdict = verdict
@@ -79,14 +85,14 @@ class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end,
         self.said = said
         self.left = left
 
-    def outcome(self) -> Outcome:
+    def outcome(self, case: Case) -> Outcome:
         """Return the verdict that this death is."""
         detail: dict[str, object] = {"how": self.how}
         if self.said:
             detail["said"] = self.said
         if self.left:
             detail["children left"] = self.left
-        return Outcome(backend=self.backend, verdict=self.verdict, detail=detail)
+        return Outcome(backend=self.backend, case=case.id, verdict=self.verdict, detail=detail)
 
 
 class Supervisor:
@@ -180,10 +186,13 @@ class Supervisor:
         """
         self._may_compile = may_compile
         left = list(backends)
+        idle_death_left = True
         while left:
             death = None
             try:
                 for reply in self._attempt(case, tuple(left), seconds):
+                    if reply.backend not in left:
+                        continue  # said twice, as by a process that forked and went on in both
                     left.remove(reply.backend)
                     if isinstance(reply, Outcome):
                         yield reply
@@ -191,14 +200,17 @@ class Supervisor:
                 death = caught
             if death is None:
                 # Finished without an answer for these: the worker broke its promise.
-                yield from (_unanswered(name) for name in left)
+                yield from (_unanswered(name, case) for name in left)
                 return
             if not death.backend:
+                if idle_death_left and not death.begun:
+                    idle_death_left = False  # it died before it had the case; another one may take it
+                    continue
                 # It died building inputs or reference: nobody's kernel, and it would die again.
-                yield from (_inconclusive(name, death) for name in left)
+                yield from (_inconclusive(name, case, death) for name in left)
                 return
             left.remove(death.backend)
-            yield death.outcome() if death.alone else self._again(case, death.backend, death, seconds)
+            yield death.outcome(case) if death.alone else self._again(case, death.backend, death, seconds)
 
     def _again(self, case: Case, name: str, first: Death, seconds: dict[str, float]) -> Outcome:
         """Return the outcome of a case that ended its worker, tried alone in a fresh one."""
@@ -207,8 +219,8 @@ class Supervisor:
                 pass
         except Death as second:
             if second.backend == name:
-                return second.outcome()
-        return _inconclusive(name, first)
+                return second.outcome(case)
+        return _inconclusive(name, case, first)
 
     def _attempt(
         self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
@@ -216,11 +228,13 @@ class Supervisor:
         """Yield outcomes as they come; raise Death where the worker ends on the way."""
         worker = self._ensure_worker()
         worker.ask(RunCase(case, backends, self._may_compile))
-        on = ""
+        on, begun = "", False
         while True:
             reply = worker.reply(self._limit)
+            if isinstance(reply, Begin | Outcome | Skipped | Finished) and reply.case != case.id:
+                continue  # late words about an earlier case
             if isinstance(reply, Begin):
-                on = reply.backend
+                on, begun = reply.backend, True
                 worker.begun += bool(on)
             elif isinstance(reply, Skipped):
                 yield reply
@@ -232,9 +246,9 @@ class Supervisor:
                 _add(seconds, reply.seconds)
                 return
             else:
-                raise self._death(worker, on, hung=reply == "hung")
+                raise self._death(worker, on, hung=reply == "hung", begun=begun)
 
-    def _death(self, worker: _Worker, on: str, *, hung: bool) -> Death:
+    def _death(self, worker: _Worker, on: str, *, hung: bool, begun: bool = True) -> Death:
         """Return how the worker ended, after making sure that it did."""
         if hung:
             processes.kill_group(worker.pid)
@@ -248,14 +262,14 @@ class Supervisor:
             verdict, how = Verdict.CRASHED, "ended, and cannot be waited for"
             if exited is not None:
                 how = _how(exited.code)
-        return Death(on, verdict, how, said, left, alone=worker.begun == 1)
+        return Death(on, verdict, how, said, left, alone=worker.begun == 1, begun=begun)
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**WAITING, **os.environ, **ENVIRONMENT}
+        environment = {**THREADS, **os.environ, **ENVIRONMENT}
         command = [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno())]
         self._zygote = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
-            [*command, self._device_name],
+            [*command, self._device_name, str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -299,7 +313,12 @@ class Supervisor:
         described = worker.reply(START_LIMIT)
         if not isinstance(described, Described):
             death = self._death(worker, "", hung=described == "hung")
-            raise NoVerdictError("the backends could not be imported", why=death.how, fix="attnprobe doctor")
+            asked = [spec for spec in self._asked if ":" in spec]
+            raise NoVerdictError(
+                f"importing {' or '.join(asked) or 'the backends'} ended the process",
+                why=f"{death.how}{': ' if death.said else ''}{death.said}",
+                fix="import it in a Python of your own to see more",
+            )
         if described.what:
             raise UsageError(described.what, why=described.why, fix=described.fix)
         self.described = self.described or described
@@ -358,7 +377,7 @@ class _Worker:
         start = max(self._mark, size - 4096)
         text = os.pread(self._output.fileno(), max(size - start, 0), start).decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1][:_SAID] if lines else ""
+        return printable(lines[-1])[:_SAID] if lines else ""
 
     def close(self) -> None:
         """Close the channel and forget the output."""
@@ -380,10 +399,10 @@ def _how(code: int) -> str:
     return f"exited with code {code}"
 
 
-def _inconclusive(name: str, death: Death) -> Outcome:
+def _inconclusive(name: str, case: Case, death: Death) -> Outcome:
     detail = {"how": f"{death.how}, once; not when run alone" if death.backend else death.how}
-    return Outcome(backend=name, verdict=Verdict.INCONCLUSIVE, detail=detail)
+    return Outcome(backend=name, case=case.id, verdict=Verdict.INCONCLUSIVE, detail=detail)
 
 
-def _unanswered(name: str) -> Outcome:
-    return Outcome(backend=name, verdict=Verdict.INCONCLUSIVE, detail={"how": "no answer"})
+def _unanswered(name: str, case: Case) -> Outcome:
+    return Outcome(backend=name, case=case.id, verdict=Verdict.INCONCLUSIVE, detail={"how": "no answer"})

@@ -34,6 +34,7 @@ from attnprobe.run.protocol import (
     Outcome,
     RunCase,
     Skipped,
+    printable,
     receive_request,
     send,
 )
@@ -58,6 +59,7 @@ class Worker:
         self._torch_device = torch.device(device_name)
         self._poison = Poison()
         self._backends: dict[str, Any] = {}
+        self._case_id = ""
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def serve(self) -> None:
@@ -91,19 +93,20 @@ class Worker:
 
     def _run(self, request: RunCase) -> None:
         case, seconds = request.case, {"inputs": 0.0, "reference": 0.0}
+        self._case_id = case.id
         willing = []
         for name in request.backends:
             refusal = self._backends[name].declares(case, self._device)
             if refusal is None:
                 compiles = self._backends[name].kernel_key(case) is not None
                 if compiles and name not in request.may_compile:
-                    send(self._channel, Skipped(name))
+                    send(self._channel, Skipped(name, self._case_id))
                 else:
                     willing.append(name)
             else:
                 self._say(name, Verdict.REFUSED, {"says": refusal.reason}, Evidence.DECLARED)
         if willing:
-            send(self._channel, Begin(""))
+            send(self._channel, Begin("", self._case_id))
             with _Timer(seconds, "inputs"):
                 tensors = make(case, self._torch_device)
                 before = input_bits(tensors)
@@ -112,11 +115,11 @@ class Worker:
                 with _Timer(seconds, "reference"):
                     expected = reference(case, tensors)
             for name in willing:
-                send(self._channel, Begin(name))
+                send(self._channel, Begin(name, self._case_id))
                 if self._one(name, case, tensors, before, expected):
                     # A backend changed the inputs: the next one gets them as they were.
                     tensors = make(case, self._torch_device)
-        send(self._channel, Finished(seconds))
+        send(self._channel, Finished(self._case_id, seconds))
 
     def _one(
         self,
@@ -202,6 +205,7 @@ class Worker:
     ) -> None:
         message = Outcome(
             backend=name,
+            case=self._case_id,
             verdict=verdict,
             evidence=evidence,
             outputs=outputs,
@@ -231,4 +235,4 @@ class _Timer:
 def _words(error: BaseException) -> str:
     """Return what an exception says, its first line, cut to a bearable length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_WORDS]
+    return printable(f"{type(error).__name__}: {lines[0] if lines else ''}")[:_WORDS]

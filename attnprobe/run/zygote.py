@@ -22,6 +22,8 @@ from attnprobe.materials.installed import installed
 from attnprobe.run import processes
 from attnprobe.run.protocol import Exited, Ready, Spawned, send
 
+_END_LIMIT: Final = 3.0
+"""Seconds to go on killing what workers left behind."""
 _IMPORTED_LATE: Final = (
     "torch.fx.experimental.symbolic_shapes",
     "torch.distributed.tensor",
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     """Import, then fork workers until the scan is gone."""
     processes.die_with_parent()
-    if os.getppid() == 1:
-        return 0
+    if os.getppid() != int(arguments[2]):
+        return 0  # the scan ended before the kernel was asked to tell
     control = socket.socket(fileno=int(arguments[0]))
     start = time.monotonic()
     try:
@@ -52,8 +54,8 @@ def main(arguments: list[str]) -> int:
     processes.die_with_parent(wanted=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     zygote = Zygote(control, lambda channel: work(channel, arguments[1]))
-    send(control, Ready(seconds=time.monotonic() - start))
     try:
+        send(control, Ready(seconds=time.monotonic() - start))
         zygote.serve()
     except (BrokenPipeError, ConnectionResetError):
         pass
@@ -110,8 +112,15 @@ class Zygote:
         """Kill every worker and whatever they started."""
         for pid in self._workers:
             processes.kill_group(pid)
-        for pid in processes.children_of(os.getpid()):
-            processes.kill_tree(pid)
+        # A child of a worker becomes ours only when the worker is gone: look again until there is none.
+        deadline = time.monotonic() + _END_LIMIT
+        while (left := processes.children_of(os.getpid())) and time.monotonic() < deadline:
+            for pid in left:
+                processes.kill_tree(pid)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.01)
 
     def _spawn(self, fds: list[int]) -> None:
         pid = os.fork()
@@ -133,6 +142,7 @@ class Zygote:
             self._control.close()
             os.setsid()
             processes.die_with_parent()
+            processes.no_core_dumps()
             channel, output = fds
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -140,7 +150,9 @@ class Zygote:
             self._work(socket.socket(fileno=channel))
             code = 0
         except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)  # noqa: T201  # as the interpreter would
         except BaseException:  # noqa: BLE001  # it is about to end; what it was goes into the output
             traceback.print_exc()
         finally:

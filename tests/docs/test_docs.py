@@ -66,7 +66,15 @@ def test_the_examples_of_the_scan_page_run(
     assert (first["dtype"], first["head_dim"], first["heads"]) == ("bfloat16", 128, "equal")
     output = tmp_path / "m.json"
     done = attnprobe(
-        "scan", "--config", str(config), "--backend", f"{kernel}:attention", "--budget", "10s", "-o", f"json:{output}"
+        "scan",
+        "--config",
+        str(config),
+        "--backend",
+        f"{kernel}:attention",
+        "--budget",
+        "10s",
+        "-o",
+        f"json:{output}",
     )
     assert done.returncode == 0, done.stderr
     assert "my_kernel:attention" in done.stdout

@@ -32,6 +32,7 @@ def test_the_digest_follows_the_files_and_not_the_bytecode(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def digest(record: str) -> str:
+        installed.cache_clear()
         (info / "RECORD").write_text(record, encoding="utf-8")
         found = installed("thing")
         assert found is not None
