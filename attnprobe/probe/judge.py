@@ -160,6 +160,8 @@ def _memory(runs: Sequence[Outputs]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> Judgement:
     """Return the verdict on one run's values against the reference."""
     names = list(expected_outputs(case, tensors))
+    if expected.dead is None and tensors.lengths_q is None and _all_within(names, run, expected):
+        return Judgement(Verdict.OK)
     got = {name: _dense(name, run[name], tensors).double() for name in names}
     if expected.dead is None:
         return _against(got, expected.expected, expected.tolerance, {})
@@ -179,6 +181,13 @@ def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> 
             break
     found = tries[0] if tries[-1].verdict.fails else tries[-1]
     return _with_trait(case, found, made_of, expected.dead.expand(*got["out"].shape[:3], 1))
+
+
+def _all_within(names: Sequence[str], run: Outputs, expected: Reference) -> bool:
+    """Whether every element is within its tolerance, all outputs at once: most cases end here."""
+    wanted, tolerance = expected.joined(tuple(names))
+    joined = torch.cat([run[name].reshape(-1) for name in names]).double()
+    return bool(((joined - wanted).abs_() <= tolerance).all())
 
 
 def _with_trait(case: Case, found: Judgement, made_of: dict[str, Tensor], dead: Tensor) -> Judgement:

@@ -14,12 +14,12 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import Final
 
 from attnprobe.axes import AXES, AXIS, Level, levels_of
 from attnprobe.config import Case
 from attnprobe.matrix.schema import Rates
+from attnprobe.probe.finding import Finding
 from attnprobe.probe.moves import ORDER, differing, forced, reset, step
 from attnprobe.probe.observed import Observation, Observed, kind
 from attnprobe.verdict import Verdict
@@ -32,33 +32,12 @@ RUNS_AT_LEAST: Final = 100
 _ROUNDS: Final = 3
 _JOINS: Final = 12
 _SPECIAL_SHARE: Final = 0.25
+_FEW_LEVELS: Final = 8
+"""An axis of no more levels is tried at each when it joins a rule; head dims are left to the plan."""
 
 # Which axis joins a rule when several could: what a reader expects to matter first.
+_SWEPT: Final = ("pass", "dtype")
 _PREFERRED: Final = ("pass", "dtype", "masked_rows", "mask", "layout", "dropout", "needs_grad")
-
-
-@dataclass
-class Finding:
-    """A rule in the making. `when` maps each axis that matters to the levels that fail."""
-
-    when: dict[str, set[Level]]
-    witness: Observation
-    counter: list[str] = field(default_factory=list)
-    cases: set[str] = field(default_factory=set)
-    rates: Rates | None = None
-    deaths: int = 0
-    skipped: int = 0
-
-    @property
-    def kind(self) -> str:
-        """Return the family of failures it explains."""
-        return kind(self.witness.verdict)
-
-    def covers(self, seen: Observation) -> bool:
-        """Whether a case falls under it."""
-        if self.cases:
-            return seen.id in self.cases
-        return all(seen.at[axis] in levels for axis, levels in self.when.items())
 
 
 class Exhausted(Exception):  # noqa: N818  # no error: what may be run has been run
@@ -132,6 +111,7 @@ class Localiser:
             del when["seqlen_order"]
         if "pass" in when:
             when.pop("needs_grad", None)
+        self._sweep(witness)
         finding = Finding(when, witness, counter)
         self.findings.append(finding)
         self._sharpen(finding)
@@ -139,6 +119,17 @@ class Localiser:
             # What joined excludes it: it fails for a reason of its own, or for none that is seen.
             return self._alone(failing)
         return finding
+
+    def _sweep(self, witness: Observation) -> None:
+        """Run the witness at the other levels of the axes that a reader asks about first.
+
+        A level that is plain was never left while minimising; whether it matters has to be asked.
+        """
+        for axis in _SWEPT:
+            for level in AXIS[axis].levels:
+                moved = step(witness.case, axis, level)
+                if moved is not None:
+                    self.look(moved)
 
     def _order_matters(self, witness: Observation, held: AbstractSet[str]) -> bool:
         """Whether a witness passes with its lengths in another order, those of `held` kept."""
@@ -252,9 +243,24 @@ class Localiser:
             axes,
             key=lambda a: (sum(seen.at[a] == near.at[a] for seen in failing), _preference(a)),
         )
-        levels = finding.when.get(axis, {seen.at[axis] for seen in failing})
-        finding.when[axis] = (levels | {finding.witness.at[axis]}) - {near.at[axis]}
+        levels = finding.when.get(axis)
+        if levels is None:
+            levels = {seen.at[axis] for seen in failing} | {finding.witness.at[axis]}
+            levels |= self._failing_levels(finding, axis, levels | {near.at[axis]})
+        finding.when[axis] = levels - {near.at[axis]}
         return True
+
+    def _failing_levels(self, finding: Finding, axis: str, known: AbstractSet[Level]) -> set[Level]:
+        """Return the levels of a joining axis, beside those known, at which the witness fails too."""
+        found: set[Level] = set()
+        if len(AXIS[axis].levels) > _FEW_LEVELS:
+            return found
+        for level in AXIS[axis].levels:
+            moved = step(finding.witness.case, axis, level) if level not in known else None
+            seen = self.look(moved) if moved is not None else None
+            if seen is not None and seen.verdict.fails and kind(seen.verdict) == finding.kind:
+                found.add(level)
+        return found
 
     def _failing_inside(self, finding: Finding) -> list[Observation]:
         """Return the failing cases of its kind that a finding covers."""

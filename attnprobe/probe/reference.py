@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attnprobe.probe.inputs import Tensors
 
 EAGER: Final = 3.0
-UNITS: Final = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 1.5}
+UNITS: Final = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 2.0}
 """In float32, kernels approximate the exponential and sum in an order of their own; in 16 bits they compute
 in float32 and round the probabilities and the results."""
 
@@ -53,7 +53,16 @@ class Reference:
     low: Scores
     single: Scores
     _dead: list[tuple[dict[str, Tensor], bool, Results]] = field(default_factory=list)
+    _joined: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _out: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def joined(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Return expected values and tolerances of these outputs end to end, 1-D."""
+        if names not in self._joined:
+            both = (self.expected, self.tolerance)
+            wanted, tolerance = (torch.cat([of[name].reshape(-1) for name in names]) for of in both)
+            self._joined[names] = (wanted, tolerance)
+        return self._joined[names]
 
     def of_dead_rows(self, made_of: Mapping[str, Tensor], *, to_scores: bool) -> Results:
         """Return what dead rows add to every result and its tolerance, given what each was made into.
@@ -140,7 +149,7 @@ class Scores:
         found = {"out": self.out(p)}
         if not self.backward:
             return found
-        found["dv"] = self._kept(_sum_groups(self._dropped(p), self.grad_out, self.groups))
+        found["dv"] = self._to_keys(self._dropped(p), self.grad_out)
         dp = self._dropped(self._kept(_by_group(self.grad_out, self.v.transpose(-1, -2), self.groups)))
         ds = self._kept(p * (dp - (p * dp).sum(-1, keepdim=True)))
         if not to_scores:
@@ -150,8 +159,21 @@ class Scores:
         if slope is not None:
             ds = self._kept(ds * slope)
         found["dq"] = self._kept(_by_group(ds, self.k, self.groups) * self.scale)
-        found["dk"] = self._kept(_sum_groups(ds, self.q, self.groups) * self.scale)
+        found["dk"] = self._kept(self._to_keys(ds, self.q) * self.scale)
         return found
+
+    def _to_keys(self, weights: Tensor, rows: Tensor) -> Tensor:
+        """Return weights^T rows summed over the heads of a group.
+
+        Eager attention repeats keys and values for grouped heads, so the gradient of each head is rounded
+        before they are summed.
+        """
+        if self.rounds is None or self.groups == 1:
+            return self._kept(_sum_groups(weights, rows, self.groups))
+        heads = self._kept(weights.transpose(-1, -2) @ rows)
+        batch, count, keys, columns = heads.shape
+        apart = heads.reshape(batch, count // self.groups, self.groups, keys, columns)
+        return self._kept(apart.sum(2))
 
     def out_spread(self, p: Tensor) -> Tensor:
         """Return, per element of out, the root of the sum of its terms squared."""

@@ -27,7 +27,7 @@ from attnprobe.matrix.schema import (
     sealed,
 )
 from attnprobe.probe import refusals
-from attnprobe.probe.localise import Finding
+from attnprobe.probe.finding import Finding
 from attnprobe.probe.observed import Observation, Observed, kind
 from attnprobe.verdict import Verdict
 

@@ -14,7 +14,8 @@ from attnprobe.axes import levels_of
 from attnprobe.config import Case
 from attnprobe.device.interface import Device
 from attnprobe.matrix.schema import Material, Matrix, Result
-from attnprobe.probe.localise import Finding, Localiser
+from attnprobe.probe.finding import Finding
+from attnprobe.probe.localise import Localiser
 from attnprobe.probe.observed import Observation, Observed
 from attnprobe.probe.plan import Plan
 from attnprobe.run.assemble import Account, assemble

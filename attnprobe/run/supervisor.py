@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from attnprobe.config import Case
 from attnprobe.errors import NoVerdictError, UsageError
 from attnprobe.probe.poison import ENVIRONMENT
 from attnprobe.run import processes
+from attnprobe.run.death import Death, how_it_ended, inconclusive, unanswered
 from attnprobe.run.protocol import (
     SPAWN,
     Begin,
@@ -64,35 +64,6 @@ CONTROLS: Final = tuple(
     Case(pass_="forward", needs_grad="none", dtype=dtype) for dtype in ("float32", "bfloat16", "float16")
 )
 """The plainest case in each dtype: a backend that refuses all of them is not here."""
-
-
-class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end, with its cause
-    """The worker ended, or was ended for overstaying, while on `backend`."""
-
-    def __init__(  # noqa: PLR0913  # what is known of it
-        self, backend: str, verdict: Verdict, how: str, said: str, left: int, *, alone: bool, begun: bool
-    ) -> None:
-        """Keep what is known of it.
-
-        `alone`: the worker had run nothing else before; `begun`: it had begun with the case.
-        """
-        super().__init__(how)
-        self.begun = begun
-        self.alone = alone
-        self.backend = backend
-        self.verdict = verdict
-        self.how = how
-        self.said = said
-        self.left = left
-
-    def outcome(self, case: Case) -> Outcome:
-        """Return the verdict that this death is."""
-        detail: dict[str, object] = {"how": self.how}
-        if self.said:
-            detail["said"] = self.said
-        if self.left:
-            detail["children left"] = self.left
-        return Outcome(backend=self.backend, case=case.id, verdict=self.verdict, detail=detail)
 
 
 class Supervisor:
@@ -200,14 +171,14 @@ class Supervisor:
                 death = caught
             if death is None:
                 # Finished without an answer for these: the worker broke its promise.
-                yield from (_unanswered(name, case) for name in left)
+                yield from (unanswered(name, case) for name in left)
                 return
             if not death.backend:
                 if idle_death_left and not death.begun:
                     idle_death_left = False  # it died before it had the case; another one may take it
                     continue
                 # It died building inputs or reference: nobody's kernel, and it would die again.
-                yield from (_inconclusive(name, case, death) for name in left)
+                yield from (inconclusive(name, case, death) for name in left)
                 return
             left.remove(death.backend)
             yield death.outcome(case) if death.alone else self._again(case, death.backend, death, seconds)
@@ -220,7 +191,7 @@ class Supervisor:
         except Death as second:
             if second.backend == name:
                 return second.outcome(case)
-        return _inconclusive(name, case, first)
+        return inconclusive(name, case, first)
 
     def _attempt(
         self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
@@ -261,7 +232,7 @@ class Supervisor:
         if not hung:
             verdict, how = Verdict.CRASHED, "ended, and cannot be waited for"
             if exited is not None:
-                how = _how(exited.code)
+                how = how_it_ended(exited.code)
         return Death(on, verdict, how, said, left, alone=worker.begun == 1, begun=begun)
 
     def _start_zygote(self) -> None:
@@ -388,21 +359,3 @@ class _Worker:
 def _add(total: dict[str, float], part: dict[str, float]) -> None:
     for name, value in part.items():
         total[name] = total.get(name, 0.0) + value
-
-
-def _how(code: int) -> str:
-    """Return an exit code in words: the signal's name, or the code."""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"died of {signal.Signals(-code).name}"
-        return f"died of signal {-code}"
-    return f"exited with code {code}"
-
-
-def _inconclusive(name: str, case: Case, death: Death) -> Outcome:
-    detail = {"how": f"{death.how}, once; not when run alone" if death.backend else death.how}
-    return Outcome(backend=name, case=case.id, verdict=Verdict.INCONCLUSIVE, detail=detail)
-
-
-def _unanswered(name: str, case: Case) -> Outcome:
-    return Outcome(backend=name, case=case.id, verdict=Verdict.INCONCLUSIVE, detail={"how": "no answer"})

@@ -88,9 +88,8 @@ def test_varlen_runs_each_sequence_by_itself() -> None:
     assert tensors.lengths_q is not None
     outputs = torch_math.run(case, tensors)
     first = tensors.lengths_q[0]
-    alone = scaled_dot_product_attention(
-        *(t[:first].transpose(0, 1)[None] for t in (tensors.q, tensors.k, tensors.v))
-    )
+    q, k, v = (t[:first].transpose(0, 1)[None] for t in (tensors.q, tensors.k, tensors.v))
+    alone = scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(outputs["out"][:first], alone[0].transpose(0, 1))
 
 

@@ -12,7 +12,8 @@ import pytest
 from attnprobe.axes import AXES, AXIS, Level, levels_of
 from attnprobe.config import Case
 from attnprobe.matrix.schema import Result
-from attnprobe.probe.localise import NEIGHBOURS, Finding, Localiser
+from attnprobe.probe.finding import Finding
+from attnprobe.probe.localise import NEIGHBOURS, Localiser
 from attnprobe.probe.moves import differing
 from attnprobe.probe.observed import Observation, Observed, kind
 from attnprobe.probe.plan import covering_rows, plan, random_cases
