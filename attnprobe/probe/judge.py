@@ -160,8 +160,12 @@ def _memory(runs: Sequence[Outputs]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> Judgement:
     """Return the verdict on one run's values against the reference."""
     names = list(expected_outputs(case, tensors))
-    if expected.dead is None and tensors.lengths_q is None and _all_within(names, run, expected):
-        return Judgement(Verdict.OK)
+    if tensors.lengths_q is None and _all_within(names, run, expected):
+        dead = None if expected.dead is None else expected.dead.expand(*run["out"].shape[:3], 1)
+        if dead is None:
+            return Judgement(Verdict.OK)
+        if not bool((run["out"] * dead).any()):
+            return _with_trait(case, Judgement(Verdict.OK), {"zeros": dead}, dead)
     got = {name: _dense(name, run[name], tensors).double() for name in names}
     if expected.dead is None:
         return _against(got, expected.expected, expected.tolerance, {})

@@ -75,15 +75,19 @@ class Localiser:
         for round_ in range(_ROUNDS):
             while (case := self._unexplained()) is not None:
                 self.explain(case)
-            before = len(self.observed)
+            before = self._sharpness()
             for finding in list(self.findings):
                 self._try_neighbours(finding, round_)
             self._settle()
-            if self._unexplained() is None and (len(self.observed) == before or round_ > 0):
+            if self._unexplained() is None and self._sharpness() == before:
                 break
         while (case := self._unexplained()) is not None:
             self.explain(case)
         self._settle()
+
+    def _sharpness(self) -> list[dict[str, set[Level]]]:
+        """Return the conditions of all findings, to see whether neighbours taught anything."""
+        return [{axis: set(levels) for axis, levels in f.when.items()} for f in self.findings]
 
     def explained(self, seen: Observation) -> Finding | None:
         """Return the finding that covers a failing case."""

@@ -76,15 +76,14 @@ def covering_rows() -> tuple[tuple[At, ...], int]:
 
 
 def plan(level: str, seed: int = 0) -> Plan:
-    """Return the plan of a level: boundary cases follow the pairs, random ones come last."""
+    """Return the plan of a level: pairs, boundary cases, triples, random ones; `quick` is the pairs."""
     rows, pairs = covering_rows()
-    first = [concretise(at, seed) for at in rows[:pairs]]
-    boundary = boundary_cases(seed)
-    cases = [*first, *boundary]
+    cases = [concretise(at, seed) for at in rows[:pairs]]
     strength_at = {2: pairs}
     if level != "quick":
+        cases += boundary_cases(seed)
         cases += [concretise(at, seed) for at in rows[pairs:]]
-        strength_at[3] = len(rows) + len(boundary)
+        strength_at[3] = len(cases)
     if level == "full":
         cases += random_cases(int(len(rows) * RANDOM_SHARE), seed)
     return Plan(level, seed, _distinct(cases), strength_at)
@@ -106,9 +105,9 @@ def plan_of_configs(configs: list[AttentionConfig], seed: int = 0) -> Plan:
 def boundary_cases(seed: int) -> list[Case]:
     """Return cases one off the sizes that kernels tile by, each in two dtypes."""
     lengths = [n + off for n in (16, 32, 64, 128, 256, 512) for off in (-1, 1)]
-    cases = [Case(seqlen_q=n, seqlen_kv=n, seed=seed) for n in lengths]
-    cases += [Case(seqlen_q=1, seqlen_kv=n, mask="causal-bottom-right", seed=seed) for n in lengths]
-    cases.append(Case(seqlen_q=1, seqlen_kv=1, heads=1, heads_kv=1, seed=seed))
+    small = Case(head_dim=32, head_dim_v=32, heads=1, heads_kv=1, seed=seed)
+    cases = [structs.replace(small, seqlen_q=n, seqlen_kv=n) for n in (1, *lengths)]
+    cases += [structs.replace(small, seqlen_q=1, seqlen_kv=n, mask="causal-bottom-right") for n in lengths]
     return [structs.replace(c, dtype=d) for c in cases for d in ("float32", "bfloat16")]
 
 

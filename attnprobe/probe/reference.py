@@ -15,6 +15,7 @@ right gradient is 0 and no relative error means anything.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -52,6 +53,8 @@ class Reference:
     exact: Scores
     low: Scores
     single: Scores
+    seconds: float = 0.0
+    """Wall time spent on dead rows so far."""
     _dead: list[tuple[dict[str, Tensor], bool, Results]] = field(default_factory=list)
     _joined: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _out: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Reference:
             same = before.keys() == given.keys() and cut is to_scores
             if same and all(torch.equal(before[name], given[name]) for name in given):
                 return results
+        start = time.perf_counter()
         p, slope = self.exact.dead_probabilities(given)
         extra = self.exact.results(p, slope, to_scores=to_scores)
         low_p, low_slope = self.low.dead_probabilities(given)
@@ -83,11 +87,13 @@ class Reference:
         dtype = self.low.rounds or torch.float32
         results = (extra, _tolerance(extra, eager, self.single.spread(p.float()), dtype))
         self._dead.append((given, to_scores, results))
+        self.seconds += time.perf_counter() - start
         return results
 
     def dead_out(self, name: str) -> tuple[Tensor, Tensor]:
         """Return what `out` is in every row if it is made into `name`, and its tolerance."""
         if name not in self._out:
+            start = time.perf_counter()
             rows = {name: torch.ones((), dtype=torch.bool, device=self.exact.q.device)}
             p, _ = self.exact.dead_probabilities(rows)
             low_p, _ = self.low.dead_probabilities(rows)
@@ -96,6 +102,7 @@ class Reference:
             spread = {"out": self.single.out_spread(p.float())}
             tolerance = _tolerance(exact, {"out": self.low.out(low_p)}, spread, dtype)
             self._out[name] = (exact["out"], tolerance["out"])
+            self.seconds += time.perf_counter() - start
         return self._out[name]
 
 

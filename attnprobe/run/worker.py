@@ -60,6 +60,10 @@ class Worker:
         self._poison = Poison()
         self._backends: dict[str, Any] = {}
         self._case_id = ""
+        # Kernels run on as many threads as a job's would; on the small tensors of inputs, reference and
+        # judge, waking a second thread takes longer than the work.
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def serve(self) -> None:
@@ -130,7 +134,7 @@ class Worker:
         expected: Reference | None,
     ) -> bool:
         """Run, judge and report one backend; return whether it changed the inputs."""
-        seconds = {"kernel": 0.0, "judge": 0.0}
+        seconds = {"kernel": 0.0, "judge": 0.0, "reference": 0.0}
         backend = self._backends[name]
         compiled = backend.kernel_key(case) is not None
         with warnings.catch_warnings():
@@ -149,14 +153,21 @@ class Worker:
                 return False
         with _Timer(seconds, "judge"):
             changed = inputs_changed(tensors, before)
+        if case.dropout and expected is None:
+            with _Timer(seconds, "reference"):
+                expected = self._with_dropout(case, tensors, backend)
+        late = expected.seconds if expected is not None else 0.0
+        with _Timer(seconds, "judge"):
             try:
-                if case.dropout and expected is None:
-                    expected = dropout.reference_with_its_mask(case, tensors, backend)
                 found = judge(case, tensors, runs, expected)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 found = Judgement(Verdict.INCONCLUSIVE, (), {"judge": _words(error)})
             if changed:
                 found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
+        if expected is not None:
+            # What whole-masked rows contribute is reference work, done once the judge asks for it.
+            seconds["reference"] += expected.seconds - late
+            seconds["judge"] -= expected.seconds - late
         self._say(
             name,
             found.verdict,
@@ -169,11 +180,20 @@ class Worker:
         )
         return bool(changed)
 
+    @staticmethod
+    def _with_dropout(case: Case, tensors: Tensors, backend: Any) -> Reference | None:
+        """Return the reference under the backend's own dropout mask; None where it cannot be had."""
+        try:
+            return dropout.reference_with_its_mask(case, tensors, backend)
+        except (MemoryError, torch.OutOfMemoryError):
+            return None
+
     def _filled(self, backend: Any, case: Case, tensors: Tensors, fill: int) -> Outputs:
         """Return one run with unwritten memory holding `fill`."""
         seed_generators(case.seed, self._torch_device)
         # use_deterministic_algorithms does the same and imports the compiler, two seconds a worker.
         torch.set_deterministic_debug_mode("error" if case.deterministic else "default")
+        torch.set_num_threads(self._threads)
         self._poison.fill(fill)
         try:
             outputs: Outputs = backend.run(case, tensors)
@@ -182,6 +202,7 @@ class Worker:
             return outputs
         finally:
             self._poison.stop()
+            torch.set_num_threads(1)
             torch.set_deterministic_debug_mode("default")
 
     @staticmethod

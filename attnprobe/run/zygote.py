@@ -7,6 +7,7 @@ socket: when the scan ends, however it ends, the socket closes and the zygote ki
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pkgutil
@@ -76,6 +77,9 @@ def _import_what_kernels_will() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         with contextlib.suppress(Exception):
             importlib.import_module(f"{package.__name__}.{module.name}")
+    # All of this stays: collections in the forks need not look at it, and do not touch its pages.
+    gc.collect()
+    gc.freeze()
     # Hashing the record of torch's files takes a while as well; forks inherit the answer.
     installed("torch")
 

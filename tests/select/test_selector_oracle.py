@@ -396,7 +396,7 @@ def test_no_answer_goes_beyond_the_oracle() -> None:
     assert check(seed=0, matrices=34, queries=200)["queries"] > 20_000
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(1500)
 def test_no_answer_of_a_million_goes_beyond_the_oracle() -> None:
     assert check(seed=1, matrices=1000, queries=340)["queries"] > 1_000_000
