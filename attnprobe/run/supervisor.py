@@ -77,6 +77,9 @@ class Supervisor:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._worker: _Worker | None = None
+        self._spare: _Worker | None = None
+        self._exits: dict[int, Exited] = {}
+        self._died = False
         self._may_compile: tuple[str, ...] = ()
         self.import_seconds = 0.0
         self.described: Described | None = None
@@ -221,6 +224,7 @@ class Supervisor:
 
     def _death(self, worker: _Worker, on: str, *, hung: bool, begun: bool = True) -> Death:
         """Return how the worker ended, after making sure that it did."""
+        self._died = True
         if hung:
             processes.kill_group(worker.pid)
         exited = self._wait_exit(worker.pid)
@@ -262,26 +266,22 @@ class Supervisor:
         self.import_seconds = ready.seconds
 
     def _ensure_worker(self) -> _Worker:
-        """Return the living worker, or a fresh one that knows its backends."""
+        """Return the living worker, or a fresh one that knows its backends.
+
+        Once a worker has died, a spare is forked while its successor works: the next death costs no wait.
+        """
         if self._worker is not None:
             return self._worker
         if self._zygote is None or self._zygote.poll() is not None:
             self.close()
             self._start_zygote()
-        assert self._control is not None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
-        socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
-        theirs.close()
-        spawned = self._from_zygote(START_LIMIT)
-        while isinstance(spawned, Exited):
-            spawned = self._from_zygote(START_LIMIT)
-        if not isinstance(spawned, Spawned):
-            raise NoVerdictError("no worker could be started")
-        worker = _Worker(spawned.pid, ours, output)
-        self._worker = worker
-        worker.ask(Describe(self._asked))
+        spare, self._spare = self._spare, None
+        worker = self._worker = spare or self._spawn()
         described = worker.reply(START_LIMIT)
+        if spare is not None and not isinstance(described, Described):
+            self._drop_worker()  # it did not live to be used
+            worker = self._worker = self._spawn()
+            described = worker.reply(START_LIMIT)
         if not isinstance(described, Described):
             death = self._death(worker, "", hung=described == "hung")
             asked = [spec for spec in self._asked if ":" in spec]
@@ -293,17 +293,41 @@ class Supervisor:
         if described.what:
             raise UsageError(described.what, why=described.why, fix=described.fix)
         self.described = self.described or described
+        if self._died:
+            self._spare = self._spawn()
+        return worker
+
+    def _spawn(self) -> _Worker:
+        """Fork a worker and ask it what is here, without waiting for the answer."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
+        theirs.close()
+        spawned = self._from_zygote(START_LIMIT)
+        while isinstance(spawned, Exited):
+            self._exits[spawned.pid] = spawned
+            spawned = self._from_zygote(START_LIMIT)
+        if not isinstance(spawned, Spawned):
+            ours.close()
+            output.close()
+            raise NoVerdictError("no worker could be started")
+        worker = _Worker(spawned.pid, ours, output)
+        worker.ask(Describe(self._asked))
         return worker
 
     def _drop_worker(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            processes.kill_group(worker.pid)
-            self._wait_exit(worker.pid)
-            worker.close()
+        for worker in (self._worker, self._spare):
+            if worker is not None:
+                processes.kill_group(worker.pid)
+                self._wait_exit(worker.pid)
+                worker.close()
+        self._worker = self._spare = None
 
     def _wait_exit(self, pid: int) -> Exited | None:
         """Return the zygote's report of a worker's end; None if it does not come in time."""
+        if pid in self._exits:
+            return self._exits.pop(pid)
         deadline = time.monotonic() + KILL_LIMIT
         while (left := deadline - time.monotonic()) > 0:
             report = self._from_zygote(left)
@@ -311,6 +335,8 @@ class Supervisor:
                 return report
             if report is None:
                 return None
+            if isinstance(report, Exited):
+                self._exits[report.pid] = report
         return None
 
     def _from_zygote(self, limit: float) -> Ready | Spawned | Exited | None:
