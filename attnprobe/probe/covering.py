@@ -21,20 +21,18 @@ from __future__ import annotations
 
 import itertools
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from attnprobe.axes import AXES, AXIS, CONSTRAINTS, HEAD_DIMS, WORK_CAP, representatives
+from attnprobe.probe.plan import ALPHABET, ROWS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-ROWS_FILE: Final = Path(__file__).with_name("covering_rows.txt")
-ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SIZES: Final = [len(axis.levels) for axis in AXES]
 _POSITION: Final = {axis.name: index for index, axis in enumerate(AXES)}
 _SPECIAL: Final = [np.array([level in axis.special for level in axis.levels]) for axis in AXES]

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnprobe.probe.covering import ROWS_FILE, Space, Tuples, generate, text
+from attnprobe.probe.covering import Space, Tuples, generate, text
+from attnprobe.probe.plan import ROWS_FILE
 
 
 @pytest.mark.release
