@@ -83,7 +83,7 @@ def command(**options: Any) -> int:
     compared with a float64 reference. What fails is narrowed down to the smallest combination of axis values.
 
     \b
-    attnprobe scan --level quick                 every pair, well under two minutes
+    attnprobe scan --level quick                every pair, within a minute
     attnprobe scan --budget 5m -o json:m.json    what five minutes can cover
     attnprobe scan --backend torch-flash --backend my_kernel.py:attention
     attnprobe scan --config job.toml             only what a job runs
