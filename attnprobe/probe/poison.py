@@ -18,7 +18,12 @@ NAN_FILL: Final = 0xFF
 FINITE_FILL: Final = 0x42
 """The bytes that memory holds before the two runs of a case."""
 
-ENVIRONMENT: Final = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+_KEPT: Final = 1 << 30
+ENVIRONMENT: Final = {
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"
+    # Large blocks are kept and filled again, instead of mapped anew and faulted in page by page.
+    f":glibc.malloc.mmap_threshold={_KEPT}:glibc.malloc.trim_threshold={_KEPT}"
+}
 _M_PERTURB: Final = -6
 
 

@@ -79,6 +79,7 @@ class Supervisor:
         self._worker: _Worker | None = None
         self._spare: _Worker | None = None
         self._exits: dict[int, Exited] = {}
+        self._unborn: list[_Worker] = []
         self._died = False
         self._may_compile: tuple[str, ...] = ()
         self.import_seconds = 0.0
@@ -225,6 +226,8 @@ class Supervisor:
     def _death(self, worker: _Worker, on: str, *, hung: bool, begun: bool = True) -> Death:
         """Return how the worker ended, after making sure that it did."""
         self._died = True
+        if not self._is_born(worker):
+            raise NoVerdictError("no worker could be started")
         if hung:
             processes.kill_group(worker.pid)
         exited = self._wait_exit(worker.pid)
@@ -298,46 +301,54 @@ class Supervisor:
         return worker
 
     def _spawn(self) -> _Worker:
-        """Fork a worker and ask it what is here, without waiting for the answer."""
+        """Ask for a worker and what is there for it, without waiting for either."""
         assert self._control is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
-        socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
-        theirs.close()
-        spawned = self._from_zygote(START_LIMIT)
-        while isinstance(spawned, Exited):
-            self._exits[spawned.pid] = spawned
-            spawned = self._from_zygote(START_LIMIT)
-        if not isinstance(spawned, Spawned):
-            ours.close()
-            output.close()
-            raise NoVerdictError("no worker could be started")
-        worker = _Worker(spawned.pid, ours, output)
+        worker = _Worker(ours, output)
+        try:
+            socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
+        except OSError:
+            worker.close()
+            raise NoVerdictError("no worker could be started", why="the probing process is gone") from None
+        finally:
+            theirs.close()
+        self._unborn.append(worker)
         worker.ask(Describe(self._asked))
         return worker
 
     def _drop_worker(self) -> None:
         for worker in (self._worker, self._spare):
             if worker is not None:
-                processes.kill_group(worker.pid)
-                self._wait_exit(worker.pid)
+                if self._is_born(worker):
+                    processes.kill_group(worker.pid)
+                    self._wait_exit(worker.pid)
                 worker.close()
         self._worker = self._spare = None
+        self._unborn.clear()
+
+    def _is_born(self, worker: _Worker) -> bool:
+        """Wait for the zygote to say which process a worker is; False where it does not."""
+        while not worker.pid and self._hear(START_LIMIT):
+            pass
+        return bool(worker.pid)
 
     def _wait_exit(self, pid: int) -> Exited | None:
         """Return the zygote's report of a worker's end; None if it does not come in time."""
-        if pid in self._exits:
-            return self._exits.pop(pid)
         deadline = time.monotonic() + KILL_LIMIT
-        while (left := deadline - time.monotonic()) > 0:
-            report = self._from_zygote(left)
-            if isinstance(report, Exited) and report.pid == pid:
-                return report
-            if report is None:
-                return None
-            if isinstance(report, Exited):
-                self._exits[report.pid] = report
-        return None
+        while pid not in self._exits and (left := deadline - time.monotonic()) > 0:
+            if not self._hear(left):
+                break
+        return self._exits.pop(pid, None)
+
+    def _hear(self, limit: float) -> bool:
+        """Take one word of the zygote; False where none comes."""
+        heard = self._from_zygote(limit)
+        if isinstance(heard, Exited):
+            self._exits[heard.pid] = heard
+        elif isinstance(heard, Spawned):
+            self._unborn.pop(0).pid = heard.pid
+        return heard is not None
 
     def _from_zygote(self, limit: float) -> Ready | Spawned | Exited | None:
         if self._control is None:
@@ -349,8 +360,9 @@ class Supervisor:
 class _Worker:
     """The scan's end of one worker."""
 
-    def __init__(self, pid: int, channel: socket.socket, output: IO[bytes]) -> None:
-        self.pid = pid
+    def __init__(self, channel: socket.socket, output: IO[bytes]) -> None:
+        self.pid = 0
+        """0 until the zygote has said it."""
         self._channel = channel
         self._output = output
         self._mark = 0

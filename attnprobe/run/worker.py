@@ -60,6 +60,7 @@ class Worker:
         self._poison = Poison()
         self._backends: dict[str, Any] = {}
         self._case_id = ""
+        self._expected: Reference | None = None
         # Kernels run on as many threads as a job's would; on the small tensors of inputs, reference and
         # judge, waking a second thread takes longer than the work.
         self._threads = torch.get_num_threads()
@@ -96,7 +97,7 @@ class Worker:
         send(self._channel, Described(tuple(found), self._poison.covers))
 
     def _run(self, request: RunCase) -> None:
-        case, seconds = request.case, {"inputs": 0.0, "reference": 0.0}
+        case, seconds = request.case, {"inputs": 0.0}
         self._case_id = case.id
         willing = []
         for name in request.backends:
@@ -114,25 +115,15 @@ class Worker:
             with _Timer(seconds, "inputs"):
                 tensors = make(case, self._torch_device)
                 before = input_bits(tensors)
-            expected = None
-            if not case.dropout:
-                with _Timer(seconds, "reference"):
-                    expected = reference(case, tensors)
+            self._expected = None
             for name in willing:
                 send(self._channel, Begin(name, self._case_id))
-                if self._one(name, case, tensors, before, expected):
+                if self._one(name, case, tensors, before):
                     # A backend changed the inputs: the next one gets them as they were.
                     tensors = make(case, self._torch_device)
         send(self._channel, Finished(self._case_id, seconds))
 
-    def _one(
-        self,
-        name: str,
-        case: Case,
-        tensors: Tensors,
-        before: list[torch.Tensor],
-        expected: Reference | None,
-    ) -> bool:
+    def _one(self, name: str, case: Case, tensors: Tensors, before: list[torch.Tensor]) -> bool:
         """Run, judge and report one backend; return whether it changed the inputs."""
         seconds = {"kernel": 0.0, "judge": 0.0, "reference": 0.0}
         backend = self._backends[name]
@@ -153,21 +144,10 @@ class Worker:
                 return False
         with _Timer(seconds, "judge"):
             changed = inputs_changed(tensors, before)
-        if case.dropout and expected is None:
-            with _Timer(seconds, "reference"):
-                expected = self._with_dropout(case, tensors, backend)
-        late = expected.seconds if expected is not None else 0.0
-        with _Timer(seconds, "judge"):
-            try:
-                found = judge(case, tensors, runs, expected)
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                found = Judgement(Verdict.INCONCLUSIVE, (), {"judge": _words(error)})
-            if changed:
-                found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
-        if expected is not None:
-            # What whole-masked rows contribute is reference work, done once the judge asks for it.
-            seconds["reference"] += expected.seconds - late
-            seconds["judge"] -= expected.seconds - late
+        if changed:
+            found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
+        else:
+            found = self._judged(case, tensors, backend, runs, seconds)
         self._say(
             name,
             found.verdict,
@@ -180,13 +160,35 @@ class Worker:
         )
         return bool(changed)
 
-    @staticmethod
-    def _with_dropout(case: Case, tensors: Tensors, backend: Any) -> Reference | None:
-        """Return the reference under the backend's own dropout mask; None where it cannot be had."""
+    def _judged(
+        self, case: Case, tensors: Tensors, backend: Any, runs: list[Outputs], seconds: dict[str, float]
+    ) -> Judgement:
+        """Return the verdict on runs that left the inputs as they were."""
         try:
+            with _Timer(seconds, "reference"):
+                expected = self._reference(case, tensors, backend)
+            late = expected.seconds if expected is not None else 0.0
+            with _Timer(seconds, "judge"):
+                found = judge(case, tensors, runs, expected)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return Judgement(Verdict.INCONCLUSIVE, (), {"judge": _words(error)})
+        if expected is not None:
+            # What whole-masked rows contribute is reference work, done once the judge asks for it.
+            seconds["reference"] += expected.seconds - late
+            seconds["judge"] -= expected.seconds - late
+        return found
+
+    def _reference(self, case: Case, tensors: Tensors, backend: Any) -> Reference | None:
+        """Return the reference, made when the first backend that returned needs it.
+
+        With dropout it is that of the backend's own mask; None where that cannot be had.
+        """
+        if case.dropout:
             return dropout.reference_with_its_mask(case, tensors, backend)
-        except (MemoryError, torch.OutOfMemoryError):
-            return None
+        if self._expected is None:
+            send(self._channel, Begin("", self._case_id))  # what ends the process now is no kernel's doing
+            self._expected = reference(case, tensors)
+        return self._expected
 
     def _filled(self, backend: Any, case: Case, tensors: Tensors, fill: int) -> Outputs:
         """Return one run with unwritten memory holding `fill`."""

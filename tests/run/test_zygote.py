@@ -108,8 +108,10 @@ def test_a_worker_is_a_fork_in_a_session_of_its_own(zygote: Zygote) -> None:
         assert isinstance(zygote.ready, Ready)
         assert took < zygote.ready.seconds
         send(channel, RunCase(TINY, ("torch-math",)))
-        replies = [receive_reply(channel) for _ in range(4)]
-        assert [type(reply) for reply in replies] == [Begin, Begin, Outcome, Finished]
+        replies = [receive_reply(channel) for _ in range(5)]
+        # Inputs, the backend, the reference once it returned.
+        assert [type(reply) for reply in replies] == [Begin, Begin, Begin, Outcome, Finished]
+        assert [reply.backend for reply in replies if isinstance(reply, Begin)] == ["", "torch-math", ""]
     exited = receive_zygote(zygote.control)
     assert exited == Exited(pid, 0, 0)
     assert gone_within([pid], 5.0)
