@@ -164,6 +164,45 @@ AXES: Final[tuple[Axis, ...]] = (
         "off",
         "torch.use_deterministic_algorithms or the library's own switch",
     ),
+    Axis(
+        "data",
+        ("gaussian", "far-below", "large-logits", "outliers", "batch-differs"),
+        "gaussian",
+        "what the inputs look like",
+        hazard=True,
+        spelling={
+            "gaussian": "independent, mean 0, variance 1",
+            "far-below": "every score far below zero, so that no row's LSE reaches -89",
+            "large-logits": "scores of standard deviation 40: exp of them overflows, softmax is one-hot",
+            "outliers": "tokens alike, channel scales over orders of magnitude, as activations are",
+            "batch-differs": "batch entries of different scale and offset",
+        },
+    ),
+    Axis(
+        "grad_out",
+        ("contiguous", "transposed", "expanded", "scalar"),
+        "contiguous",
+        "how the gradient of out lies in memory",
+        hazard=True,
+        spelling={
+            "contiguous": "(B, H, S, D) in order",
+            "transposed": "(B, S, H, D) seen as (B, H, S, D)",
+            "expanded": "one row for all rows and heads, stride 0",
+            "scalar": "one number for all elements, as out.sum() gives",
+        },
+    ),
+    Axis(
+        "earlier",
+        ("nothing", "other-data", "other-strides", "other-dtype"),
+        "nothing",
+        "a call of the same shape just before this one",
+        hazard=True,
+        spelling={
+            "other-data": "with other values",
+            "other-strides": "with q, k and v in another layout",
+            "other-dtype": "with another element type",
+        },
+    ),
 )
 
 AXIS: Final[dict[str, Axis]] = {axis.name: axis for axis in AXES}
@@ -259,6 +298,21 @@ CONSTRAINTS: Final[tuple[Constraint, ...]] = (
         "one kv head of one batch entry has nothing to expand over",
     ),
     Constraint(
+        ("data", "batch"),
+        lambda data, batch: data != "batch-differs" or batch == "more",
+        "entries that differ need more than one",
+    ),
+    Constraint(
+        ("grad_out", "pass"),
+        lambda grad_out, pass_: grad_out == "contiguous" or pass_ == "backward",
+        "a forward pass has no gradient of out",
+    ),
+    Constraint(
+        ("earlier", "layout"),
+        lambda earlier, layout: earlier != "other-strides" or layout != "varlen",
+        "sequences packed end to end have one layout",
+    ),
+    Constraint(
         _WORK_AXES,
         _fits,
         "work per case is capped: long lengths go with few heads of few dimensions",
@@ -313,6 +367,9 @@ def levels_of(case: Case) -> dict[str, Level]:
         "layout": case.layout,
         "needs_grad": case.needs_grad,
         "deterministic": "on" if case.deterministic else "off",
+        "data": case.data,
+        "grad_out": case.grad_out,
+        "earlier": case.earlier,
     }
 
 

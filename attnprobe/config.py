@@ -29,8 +29,9 @@ Mask = Literal[
 MaskedRows = Literal["none", "false", "-inf", "finfo-min"]
 Layout = Literal["contiguous", "transposed", "packed", "expanded", "inner-stride", "varlen"]
 NeedsGrad = Literal["none", "all", "q", "kv", "mask"]
-Data = Literal["gaussian"]
-GradOut = Literal["contiguous"]
+Data = Literal["gaussian", "far-below", "large-logits", "outliers", "batch-differs"]
+GradOut = Literal["contiguous", "transposed", "expanded", "scalar"]
+Earlier = Literal["nothing", "other-data", "other-strides", "other-dtype"]
 
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 Length = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -108,6 +109,7 @@ class Case(
     deterministic: bool = False
     data: Data = "gaussian"
     grad_out: GradOut = "contiguous"
+    earlier: Earlier = "nothing"
     seed: Length = 0
 
     def __post_init__(self) -> None:

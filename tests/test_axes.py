@@ -64,7 +64,10 @@ def switch(test: Callable[[Case], bool], off: str, on: str) -> dict[Level, Calla
 IS_LEVEL: Final[dict[str, dict[Level, Callable[[Case], bool]]]] = {
     **{
         name: literal(name)
-        for name in ("pass", "dtype", "head_dim", "mask", "masked_rows", "layout", "needs_grad")
+        for name in (
+            *("pass", "dtype", "head_dim", "mask", "masked_rows", "layout", "needs_grad"),
+            *("data", "grad_out", "earlier"),
+        )
     },
     "head_dim_v": {
         "equal": lambda c: c.head_dim_v == c.head_dim,
@@ -118,6 +121,9 @@ def cases(draw: st.DrawFn) -> Case:
         layout=draw(st.sampled_from(get_args(config.Layout))),
         needs_grad=draw(st.sampled_from(get_args(config.NeedsGrad))),
         deterministic=draw(st.booleans()),
+        data=draw(st.sampled_from(get_args(config.Data))),
+        grad_out=draw(st.sampled_from(get_args(config.GradOut))),
+        earlier=draw(st.sampled_from(get_args(config.Earlier))),
     )
 
 
@@ -224,6 +230,9 @@ SAYS: Final[dict[tuple[str, ...], Callable[..., bool]]] = {
     ("seqlen_q", "seqlen_kv", "seqlen_order"): lengths_can_be,
     ("layout", "mask"): lambda lay, m: not (lay == "varlen" and m in BOOL | FLOAT),
     ("head_dim", "head_dim_v"): lambda d, v: not (d == 8 and v == "smaller"),
+    ("data", "batch"): lambda d, b: not (d == "batch-differs" and b == "one"),
+    ("grad_out", "pass"): lambda g, p: not (p == "forward" and g != "contiguous"),
+    ("earlier", "layout"): lambda e, lay: not (e == "other-strides" and lay == "varlen"),
     ("layout", "heads", "batch"): lambda lay, h, b: not (lay == "expanded" and h == "one-kv" and b == "one"),
 }
 BY_AXES: Final = {constraint.axes: constraint for constraint in CONSTRAINTS}

@@ -53,6 +53,7 @@ def examine() -> dict[str, Any]:
         "backends": [],
         "missing": [],
         "poison": "",
+        "guard": "",
         "compiler": shutil.which("c++") is not None or shutil.which("g++") is not None,
         "matrices": sorted(path.name for path in data_directory().glob("*.json")),
         "can_scan": False,
@@ -69,6 +70,7 @@ def examine() -> dict[str, Any]:
                 found["backends"].append(entry)
             assert supervisor.described is not None
             found["poison"] = supervisor.described.poison
+            found["guard"] = supervisor.described.guard
     except AttnprobeError as error:
         found["missing"].append(f"{error.what}: {error.why}" + (f" ({error.fix})" if error.fix else ""))
     found["can_scan"] = any(entry["status"] == "present" for entry in found["backends"])
@@ -86,6 +88,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  {one['name']:16} {said}")
     if found["poison"]:
         lines.append(f"poisoned before each run: {found['poison']}")
+        lines.append(f"accesses outside tensors show for: {found['guard']}")
     lines.append(f"own matrices: {', '.join(found['matrices']) or 'none yet'}")
     lines += [f"missing: {what}" for what in found["missing"]]
     lines.append("ready: attnprobe scan" if found["can_scan"] else "cannot scan yet")

@@ -139,6 +139,7 @@ class Run(Struct, frozen=True, kw_only=True, omit_defaults=True):
     skipped: int
     device: int = 0
     poison: str = ""
+    guard: str = ""
     seconds: dict[str, float] = {}
     notes: tuple[str, ...] = ()
 

@@ -59,6 +59,9 @@ def concretise(at: At, seed: int = 0) -> Case:
         layout=at["layout"],  # type: ignore[arg-type]
         needs_grad=at["needs_grad"],  # type: ignore[arg-type]
         deterministic=at["deterministic"] == "on",
+        data=at["data"],  # type: ignore[arg-type]
+        grad_out=at["grad_out"],  # type: ignore[arg-type]
+        earlier=at["earlier"],  # type: ignore[arg-type]
         seed=seed,
     )
 

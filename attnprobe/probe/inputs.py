@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from attnprobe.probe.data import shaped
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,28 +60,36 @@ def make(case: Case, device: torch.device) -> Tensors:
     """Return the tensors of a case on a device."""
     generator = torch.Generator().manual_seed(int(case.id, 16) ^ case.seed)
     dtype = DTYPES[case.dtype]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    dims = (case.head_dim, case.head_dim, case.head_dim_v)
-    heads = (case.heads, case.heads_kv, case.heads_kv)
-    lengths = (case.seqlen_q, case.seqlen_kv, case.seqlen_kv)
+    dims = (case.head_dim, case.head_dim, case.head_dim_v, case.head_dim_v)
+    heads = (case.heads, case.heads_kv, case.heads_kv, case.heads)
+    per_q = per_kv = None
+    shapes: list[tuple[int, ...]]
     if case.layout == "varlen":
         per_q, per_kv = sequence_lengths(case.batch, case.seqlen_q, case.seqlen_kv)
-        totals = (sum(per_q), sum(per_kv), sum(per_kv))
-        q, k, v = (normal(t, h, d).to(device) for t, h, d in zip(totals, heads, dims, strict=True))
-        grad_out = normal(totals[0], case.heads, case.head_dim_v).to(device)
-        return Tensors(q, k, v, None, grad_out, per_q, per_kv)
-
-    shapes = [(case.batch, h, s, d) for h, s, d in zip(heads, lengths, dims, strict=True)]
-    values = [normal(*shape) for shape in shapes]
-    if case.layout == "expanded":
-        values[1:] = [_same_over(value) for value in values[1:]]
+        totals = (sum(per_q), sum(per_kv), sum(per_kv), sum(per_q))
+        shapes = [(t, h, d) for t, h, d in zip(totals, heads, dims, strict=True)]
+    else:
+        lengths = (case.seqlen_q, case.seqlen_kv, case.seqlen_kv, case.seqlen_q)
+        shapes = [(case.batch, h, s, d) for h, s, d in zip(heads, lengths, dims, strict=True)]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    shaped(case, drawn, _entries(drawn, per_q, per_kv), generator)
+    q, k, v, grad_out = (value.to(dtype).to(device) for value in drawn)
     mask = _mask(case, generator)
-    grad_out = normal(case.batch, case.heads, case.seqlen_q, case.head_dim_v).to(device)
-    q, k, v = _lay_out(case, [value.to(device) for value in values])
-    return Tensors(q, k, v, None if mask is None else mask.to(device), grad_out)
+    if case.layout == "expanded":
+        k, v = _same_over(k), _same_over(v)
+    q, k, v = _lay_out(case, [q, k, v])
+    grad_out = _lay_out_grad(case, grad_out)
+    return Tensors(q, k, v, None if mask is None else mask.to(device), grad_out, per_q, per_kv)
+
+
+def _entries(
+    values: list[Tensor], per_q: tuple[int, ...] | None, per_kv: tuple[int, ...] | None
+) -> tuple[list[Tensor], ...]:
+    """Return q, k, v and grad_out by batch entry or sequence, as views."""
+    if per_q is None or per_kv is None:
+        return tuple([value[entry] for value in values] for entry in range(len(values[0])))
+    parts = [torch.split(v, list(per_q if i in {0, 3} else per_kv)) for i, v in enumerate(values)]
+    return tuple(list(entry) for entry in zip(*parts, strict=True))
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -157,12 +167,25 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
 def _same_over(value: Tensor) -> Tensor:
     """Return values that are equal over heads, or over the batch where there is one head."""
     source = value[:, :1] if value.shape[1] > 1 else value[:1]
-    return source.expand_as(value)
+    return source.clone().expand_as(value)  # its own memory, so that what lies behind it is not its own
+
+
+def _lay_out_grad(case: Case, grad_out: Tensor) -> Tensor:
+    """Return the gradient of out as the case lays it out; stride 0 leaves one row or one number of it."""
+    tokens, heads = (0, 1) if case.layout == "varlen" else (2, 1)
+    if case.grad_out == "transposed":
+        return grad_out.transpose(tokens, heads).contiguous().transpose(tokens, heads)
+    if case.grad_out == "contiguous" or not grad_out.numel():
+        return grad_out
+    one = grad_out.narrow(tokens, 0, 1).narrow(heads, 0, 1)
+    if case.grad_out == "scalar":
+        one = grad_out.flatten()[:1].reshape([1] * grad_out.dim())
+    return one.expand_as(grad_out)
 
 
 def _lay_out(case: Case, values: list[Tensor]) -> list[Tensor]:
     """Return the tensors with the same values in the memory layout that the case asks for."""
-    if case.layout in {"contiguous", "expanded"}:
+    if case.layout in {"contiguous", "expanded", "varlen"}:
         # An expanded tensor keeps its stride 0 through Tensor.to; the others are dense already.
         return [v if case.layout == "expanded" and i else v.contiguous() for i, v in enumerate(values)]
     if case.layout == "transposed":

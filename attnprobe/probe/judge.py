@@ -1,13 +1,14 @@
 """From the runs of one backend on one case to a verdict. Pure: tensors in, `Judgement` out.
 
-The runs differ only in what memory held before: NaN, then a finite pattern. Where their bits agree, the
-backend wrote everything it returned and repeats itself; where they do not, a third run, NaN again, tells
-which of the two it was. Checks, in order of what a later one would misread without an earlier one:
+The runs differ in what memory held before and in what lies around the tensors (see `memory`). Checks, in
+order of what a later one would misread without an earlier one:
 
 1. contract: every output there, with the right shape, dtype and device, inputs unchanged;
-2. memory: bits that differ between fills, though the first fill repeats them, were never written, or
-   were computed from memory that was not (a NaN that is the right answer hides neither);
-3. values: finite where the reference is, and within its tolerance.
+2. bounds: nothing read or written outside a tensor;
+3. memory: bits that differ between fills, though a fill repeats them, were never written, or were
+   computed from memory that was not (a NaN that is the right answer hides neither);
+4. values: finite where the reference is, and within its tolerance;
+5. where that tolerance is coarse, gradients against the backend's own forward.
 
 A row whose keys are all hidden has no right answer. What the backend made of it is recorded as a trait,
 and the gradients must follow from that choice.
@@ -16,29 +17,29 @@ and the gradients must follow from that choice.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import to_builtins
 
-from attnprobe.probe.reference import dense
-from attnprobe.probe.region import describe, size
+from attnprobe.probe.memory import agree, compare, same_bits
+from attnprobe.probe.own_forward import gradients
+from attnprobe.probe.reference import dense, is_weak
+from attnprobe.probe.region import describe, size, two_digits
 from attnprobe.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from attnprobe.backends.interface import Outputs
     from attnprobe.config import Case
     from attnprobe.probe.inputs import Tensors
+    from attnprobe.probe.memory import Breach, Memory, Run
     from attnprobe.probe.reference import Reference
 
 Exempt = dict[str, "Tensor"]
-_AGREEING: Final = 2
-"""Runs of a backend whose bits agreed between fills; a third is made where they did not."""
-
-_BITS: Final = {4: torch.int32, 2: torch.int16, 8: torch.int64, 1: torch.int8}
 
 
 @dataclass
@@ -51,28 +52,76 @@ class Judgement:
     traits: dict[str, str] = field(default_factory=dict)
 
 
-def judge(case: Case, tensors: Tensors, runs: Sequence[Outputs], expected: Reference | None) -> Judgement:
-    """Return the verdict on runs filled with NaN, with a finite pattern and, if those differ, NaN again.
+def judge(
+    case: Case,
+    tensors: Tensors,
+    runs: Sequence[Run],
+    expected: Reference | None,
+    own: Callable[[], Tensor | None] = lambda: None,
+) -> Judgement:
+    """Return the verdict on the runs of a `trial.Trial`.
 
     Without `expected` values are not judged (the reference could not be had), and the best verdict is
-    `inconclusive`.
+    `inconclusive`. `own` returns the weights of the backend's own forward, asked for where the reference
+    is too coarse to tell a wrong gradient; None where they cannot be had.
     """
-    broken = next((faults for run in runs if (faults := _contract(case, tensors, run))), {})
-    if broken:
-        return Judgement(Verdict.WRONG, tuple(broken), {"contract": broken})
-    unwritten, unsteady = _memory(runs)
-    if unwritten:
-        return Judgement(Verdict.UNWRITTEN, tuple(unwritten), {"memory": unwritten})
-    detail: dict[str, Any] = {}
-    if unsteady:
-        detail["repeat"] = unsteady
-        if case.deterministic:
-            return Judgement(Verdict.NONDETERMINISTIC, tuple(unsteady), detail)
+    memory = None
+    found = _by_contract(case, tensors, runs)
+    if found is None:
+        memory = compare(runs)
+        found = _by_memory(case, runs, memory) or _by_rate(case, expected)
+    if found is None:
+        assert expected is not None
+        found = _values(case, tensors, runs[0].outputs, expected, own)
+    if memory is not None and memory.unsteady and not memory.unwritten:
+        found.detail["repeat"] = memory.unsteady
+    return found
+
+
+def _by_contract(case: Case, tensors: Tensors, runs: Sequence[Run]) -> Judgement | None:
+    broken = next((faults for run in runs if (faults := _contract(case, tensors, run.outputs))), {})
+    return Judgement(Verdict.WRONG, tuple(broken), {"contract": broken}) if broken else None
+
+
+def _by_memory(case: Case, runs: Sequence[Run], memory: Memory) -> Judgement | None:
+    """Return the verdict on accesses outside, memory nobody wrote, and runs that do not repeat."""
+    bounds = _bounds(runs, memory)
+    if bounds:
+        return Judgement(Verdict.OUT_OF_BOUNDS, tuple(memory.outside), bounds)
+    if memory.unwritten:
+        return Judgement(Verdict.UNWRITTEN, tuple(memory.unwritten), {"memory": memory.unwritten})
+    if memory.unsteady and case.deterministic:
+        load = "beside other threads that keep the machine busy"
+        detail = {"only": load} if agree(runs[0].outputs, runs[1].outputs) else {}
+        return Judgement(Verdict.NONDETERMINISTIC, tuple(memory.unsteady), detail)
+    if memory.unsteady and case.dropout:
+        return Judgement(Verdict.INCONCLUSIVE, (), {"values": "its dropout mask does not repeat"})
+    return None
+
+
+def _by_rate(case: Case, expected: Reference | None) -> Judgement | None:
+    """Return the verdict where there is no reference, or where the rate of dropout is off."""
     if expected is None:
         return Judgement(Verdict.INCONCLUSIVE, (), {"values": "no reference"})
-    found = _values(case, tensors, runs[0], expected)
-    found.detail.update(detail)
-    return found
+    if expected.rate is None:
+        return None
+    rate = {"asked": case.dropout, "dropped": two_digits(expected.rate, 3)}
+    return Judgement(Verdict.WRONG, ("out",), {"dropout": rate})
+
+
+def _bounds(runs: Sequence[Run], memory: Memory) -> dict[str, Any]:
+    """Return what is known of accesses outside the tensors: where, and which results they reached."""
+    seen: dict[tuple[str, str], Breach] = {}
+    for breach in (breach for run in runs for breach in run.breaches):
+        key = (breach.where, breach.access)
+        if key not in seen or abs(breach.offset) < abs(seen[key].offset):
+            seen[key] = breach
+    bounds: dict[str, Any] = {}
+    if seen:
+        bounds["bounds"] = [to_builtins(seen[key]) for key in sorted(seen)]
+    if memory.outside:
+        bounds["memory"] = memory.outside
+    return bounds
 
 
 def input_bits(tensors: Tensors) -> list[Tensor]:
@@ -85,7 +134,7 @@ def inputs_changed(tensors: Tensors, before: Sequence[Tensor]) -> list[str]:
     """Return the names of the inputs whose bits are not those of `before`."""
     names = ("q", "k", "v", "mask", "grad_out")
     given = [(n, t) for n in names if (t := getattr(tensors, n)) is not None]
-    return [n for (n, t), b in zip(given, before, strict=True) if not _same_bits(t.detach(), b)]
+    return [n for (n, t), b in zip(given, before, strict=True) if not same_bits(t.detach(), b)]
 
 
 def expected_outputs(case: Case, tensors: Tensors) -> dict[str, Tensor]:
@@ -110,63 +159,36 @@ def _contract(case: Case, tensors: Tensors, run: Outputs) -> dict[str, str]:
     return broken
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Return the bit patterns of a tensor as integers."""
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
+def _values(
+    case: Case, tensors: Tensors, run: Outputs, expected: Reference, own: Callable[[], Tensor | None]
+) -> Judgement:
+    """Return the verdict on one run's values against the reference, and against its own forward."""
+    names, traits = list(expected_outputs(case, tensors)), {}
+    if case.seqlen_kv == 0 and "dq" in names:
+        # Without a key there is nothing to differentiate: whatever comes is a choice.
+        traits = {"gradient of q without keys": "nan" if bool(run["dq"].isnan().any()) else "zeros"}
+        names.remove("dq")
+    found = _named_values(names, case, tensors, run, expected, own)
+    found.traits.update(traits)
+    return found
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype is torch.bool:
-        return torch.equal(one, other)
-    return torch.equal(bits(one), bits(other))
-
-
-def agree(one: Outputs, other: Outputs) -> bool:
-    """Whether two runs returned the same bits in every output."""
-    return one.keys() == other.keys() and all(
-        tensor.shape == other[name].shape
-        and tensor.dtype is other[name].dtype
-        and _same_bits(tensor, other[name])
-        for name, tensor in one.items()
-    )
-
-
-def _memory(runs: Sequence[Outputs]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return which outputs depend on what memory held, and which differ under one and the same fill."""
-    unwritten: dict[str, Any] = {}
-    unsteady: dict[str, Any] = {}
-    if len(runs) == _AGREEING:
-        return unwritten, unsteady
-    first, other, again = runs
-    for name, tensor in first.items():
-        same_fill = _same_bits(tensor, again[name])
-        if _same_bits(tensor, other[name]):
-            if not same_fill:
-                unsteady[name] = describe(bits(tensor) != bits(again[name]))
-            continue
-        differs = bits(tensor) != bits(other[name])
-        if not same_fill:
-            # Not repeatable anyway: only what is not finite, or far beyond its own scatter, tells.
-            scatter = (tensor.double() - again[name].double()).abs()
-            spread = (tensor.double() - other[name].double()).abs()
-            beyond = ~(spread <= 100 * scatter.max()) if bool(scatter.isfinite().all()) else differs
-            if not bool(beyond.any()):
-                unsteady[name] = describe(differs)
-                continue
-            differs = beyond
-        unwritten[name] = describe(differs)
-    return unwritten, unsteady
-
-
-def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> Judgement:
-    """Return the verdict on one run's values against the reference."""
-    names = list(expected_outputs(case, tensors))
+def _named_values(  # noqa: PLR0913, PLR0917  # one comparison
+    names: list[str],
+    case: Case,
+    tensors: Tensors,
+    run: Outputs,
+    expected: Reference,
+    own: Callable[[], Tensor | None],
+) -> Judgement:
     if tensors.lengths_q is None and _all_within(names, run, expected):
         dead = None if expected.dead is None else expected.dead.expand(*run["out"].shape[:3], 1)
         if dead is None:
-            return Judgement(Verdict.OK)
+            found = _by_own_forward(names, run, expected, own, weak=expected.is_weak(names))
+            return found or Judgement(Verdict.OK)
         if not bool((run["out"] * dead).any()):
-            return _with_trait(case, Judgement(Verdict.OK), {"zeros": dead}, dead)
+            found = _by_own_forward(names, run, expected, own, weak=expected.is_weak(names))
+            return _with_trait(case, found or Judgement(Verdict.OK), {"zeros": dead}, dead)
     got = {name: _dense(name, run[name], tensors).double() for name in names}
     if expected.dead is None:
         return _against(got, expected.expected, expected.tolerance, {})
@@ -175,6 +197,7 @@ def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> 
     weighs = bool(made_of.keys() & {"uniform", "softmax"})
     # A mask that was added passes the gradient on to the scores, one that replaced them does not.
     tries = []
+    weak = False
     for to_scores in (True, False) if weighs else (True,):
         wanted, tolerance = expected.expected, expected.tolerance
         if weighs:
@@ -183,9 +206,36 @@ def _values(case: Case, tensors: Tensors, run: Outputs, expected: Reference) -> 
             tolerance = {name: tolerance[name] + slack[name] for name in names}
         tries.append(_against(got, wanted, tolerance, exempt))
         if not tries[-1].verdict.fails:
+            weak = not exempt and is_weak(wanted, tolerance, names)
             break
     found = tries[0] if tries[-1].verdict.fails else tries[-1]
+    found = _by_own_forward(names, run, expected, own, weak=weak) or found
     return _with_trait(case, found, made_of, expected.dead.expand(*got["out"].shape[:3], 1))
+
+
+def _by_own_forward(
+    names: Sequence[str],
+    run: Outputs,
+    expected: Reference,
+    own: Callable[[], Tensor | None],
+    *,
+    weak: bool,
+) -> Judgement | None:
+    """Return a failing verdict on gradients that do not follow from the backend's own forward, else None."""
+    p = own() if weak else None
+    if p is None or bool(p.isnan().any()):
+        return None
+    got = {name: run[name].double() for name in names if name != "out"}
+    found = None
+    for dead_to_scores in (True, False) if expected.dead is not None else (True,):
+        wanted, tolerance = gradients(p, expected, dead_to_scores=dead_to_scores)
+        judged = _against(got, wanted, tolerance, {})
+        if not judged.verdict.fails:
+            return None
+        found = found or judged
+    if found is not None:
+        found.detail["against"] = "the weights of its own forward"
+    return found
 
 
 def _all_within(names: Sequence[str], run: Outputs, expected: Reference) -> bool:

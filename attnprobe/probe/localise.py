@@ -36,7 +36,7 @@ _FEW_LEVELS: Final = 8
 """An axis of no more levels is tried at each when it joins a rule; head dims are left to the plan."""
 
 # Which axis joins a rule when several could: what a reader expects to matter first.
-_SWEPT: Final = ("pass", "dtype")
+_SWEPT: Final = ("pass", "dtype", "dropout", "softcap", "alibi")
 _PREFERRED: Final = ("pass", "dtype", "masked_rows", "mask", "layout", "dropout", "needs_grad")
 
 
@@ -45,12 +45,22 @@ class Exhausted(Exception):  # noqa: N818  # no error: what may be run has been 
 
 
 class Localiser:
-    """Explains the failures of one backend. `probe` runs a case, or raises to stop all localising."""
+    """Explains the failures of one backend.
 
-    def __init__(self, observed: Observed, probe: Callable[[Case], Observation | None]) -> None:
+    `probe` runs a case, or raises to stop all localising; `confirm` runs a failing one again where nothing
+    ran before it, and returns what is to be known of it then.
+    """
+
+    def __init__(
+        self,
+        observed: Observed,
+        probe: Callable[[Case], Observation | None],
+        confirm: Callable[[Observation], Observation] = lambda seen: seen,
+    ) -> None:
         """Start without findings."""
         self.observed = observed
         self._probe = probe
+        self._confirm = confirm
         self.findings: list[Finding] = []
         self._runs_left: int | None = None
 
@@ -73,17 +83,21 @@ class Localiser:
 
     def _run(self) -> None:
         for round_ in range(_ROUNDS):
-            while (case := self._unexplained()) is not None:
-                self.explain(case)
+            self._explain_all()
             before = self._sharpness()
             for finding in list(self.findings):
                 self._try_neighbours(finding, round_)
             self._settle()
             if self._unexplained() is None and self._sharpness() == before:
                 break
-        while (case := self._unexplained()) is not None:
-            self.explain(case)
+        self._explain_all()
         self._settle()
+
+    def _explain_all(self) -> None:
+        while (failing := self._unexplained()) is not None:
+            failing = self._confirm(failing)
+            if failing.verdict.fails:
+                self.explain(failing)
 
     def _sharpness(self) -> list[dict[str, set[Level]]]:
         """Return the conditions of all findings, to see whether neighbours taught anything."""

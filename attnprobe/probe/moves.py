@@ -11,18 +11,22 @@ from attnprobe.probe.concrete import with_levels
 
 LENGTHS: Final = frozenset({"seqlen_q", "seqlen_kv", "seqlen_order"})
 
+HAZARDS: Final = tuple(axis.name for axis in AXES if axis.hazard)
+
 # The order in which axes are tried: what is costly to keep first, what names a failure best last.
 ORDER: Final = (
     "seqlen_q",
     "seqlen_kv",
     "seqlen_order",
+    # Nobody can promise these, so a rule that needs none of them says more.
+    *HAZARDS,
     # What only a mask can have goes before the mask, which could not go plain beside it.
     "needs_grad",
     "masked_rows",
     *(
         axis.name
         for axis in AXES
-        if axis.name not in LENGTHS | {"pass", "dtype", "needs_grad", "masked_rows"}
+        if axis.name not in LENGTHS | {"pass", "dtype", "needs_grad", "masked_rows", *HAZARDS}
     ),
     "dtype",
     "pass",
@@ -49,6 +53,9 @@ def step(case: Case, axis: str, level: Level, keep: AbstractSet[str] = frozenset
         if axis == "pass":
             wanted["needs_grad"] = "none" if level == "forward" else "all"
             changed.add("needs_grad")
+            if level == "forward" and at["grad_out"] != "contiguous":
+                wanted["grad_out"] = "contiguous"
+                changed.add("grad_out")
         if allowed(wanted):
             moved = with_levels(case, wanted, frozenset(changed))
             if levels_of(moved) == wanted:
@@ -99,8 +106,8 @@ def forced(at: At, axis: str) -> bool:
 def differing(one: At, other: At) -> list[str]:
     """Return the axes on which two choices differ, without those that follow from others."""
     axes = [axis for axis in ORDER if one[axis] != other[axis]]
-    if "pass" in axes and "needs_grad" in axes:
-        axes.remove("needs_grad")
+    if "pass" in axes:
+        axes = [axis for axis in axes if axis not in {"needs_grad", "grad_out"}]
     if "seqlen_order" in axes and {"seqlen_q", "seqlen_kv"} & set(axes):
         axes.remove("seqlen_order")
     return axes

@@ -117,7 +117,8 @@ def random_cases(count: int, seed: int) -> list[Case]:
     cases: list[Case] = []
     while len(cases) < count:
         at = {axis.name: draw.choice(axis.levels) for axis in AXES}
-        at["needs_grad"] = "none" if at["pass"] == "forward" else at["needs_grad"]
+        if at["pass"] == "forward":
+            at["needs_grad"], at["grad_out"] = "none", "contiguous"
         if allowed(at):
             cases.append(concretise(at, seed))
     return cases

@@ -34,6 +34,18 @@ _WORDS: Final[dict[tuple[str, Level], str]] = {
     ("mask", "window"): "sliding window",
     ("batch", "one"): "one batch entry",
     ("batch", "more"): "several batch entries",
+    ("data", "gaussian"): "Gaussian data",
+    ("data", "far-below"): "scores far below zero",
+    ("data", "large-logits"): "large logits",
+    ("data", "outliers"): "outlier channels and tokens alike",
+    ("data", "batch-differs"): "batch entries that differ",
+    ("grad_out", "transposed"): "gradient of out transposed",
+    ("grad_out", "expanded"): "gradient of out expanded from one row",
+    ("grad_out", "scalar"): "gradient of out expanded from one number",
+    ("earlier", "nothing"): "no call before it",
+    ("earlier", "other-data"): "after a call with other data",
+    ("earlier", "other-strides"): "after a call with other strides",
+    ("earlier", "other-dtype"): "after a call in another dtype",
 }
 _BARE: Final = frozenset({"pass", "dtype"})
 _FIRST: Final = ("pass", "masked_rows", "mask", "layout", "dropout")
@@ -102,11 +114,27 @@ def consequence(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
             times = float(found["factor"])
             exact = abs(times - seqlen_kv) < 0.01 * seqlen_kv > 0
             text += f", {name} {times:g} times too large" + (" (S_kv times)" if exact else "")
+    for breach in detail.get("bounds", ())[:1]:
+        text += f" ({breach_text(breach)})"
+    if "dropout" in detail:
+        text += f" (drops {detail['dropout']['dropped']}, not {detail['dropout']['asked']})"
+    if "only" in detail:
+        text += f" ({detail['only']})"
+    if "against" in detail:
+        text += f", by {detail['against']}"
     if "how" in detail:
         text += f" ({detail['how']})"
     if rule.verdict is Verdict.REFUSED and rule.reason:
         text += f": {rule.reason}"
     return text
+
+
+def breach_text(breach: Mapping[str, Any]) -> str:
+    """Return an access outside a tensor in words: "read 4 bytes past the end of k"."""
+    offset = int(breach["offset"])
+    side = "past the end" if offset >= 0 else "before the start"
+    size = offset + 1 if offset >= 0 else -offset
+    return f"{breach['access']} {count(size, 'byte')} {side} of {breach['where']}"
 
 
 def rule_text(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:

@@ -48,6 +48,7 @@ class Account:
     finished_all: bool = False
     localised: bool = False
     poison: str = ""
+    guard: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -97,6 +98,7 @@ def assemble(  # noqa: PLR0913, PLR0917  # the stages' results, one each
         executed=account.executed,
         skipped=account.skipped,
         poison=account.poison,
+        guard=account.guard,
         seconds={name: round(value, 3) for name, value in sorted(account.seconds.items())},
     )
     return sealed(

@@ -6,6 +6,7 @@ import contextlib
 import signal
 
 from attnprobe.config import Case
+from attnprobe.run.processes import MOST_OUTPUT
 from attnprobe.run.protocol import Outcome
 from attnprobe.verdict import Verdict
 
@@ -41,6 +42,8 @@ class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end,
 
 def how_it_ended(code: int) -> str:
     """Return an exit code in words: the signal's name, or the code."""
+    if code == -signal.SIGXFSZ:
+        return f"died of SIGXFSZ: printed more than {MOST_OUTPUT >> 20} MiB"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"died of {signal.Signals(-code).name}"

@@ -30,6 +30,18 @@ def no_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+MOST_OUTPUT: Final = 1 << 28
+"""Bytes that a worker may write into one file: what it prints without end would fill the disk."""
+
+
+def limit_output() -> None:
+    """Let a process that writes more than `MOST_OUTPUT` into a file die of SIGXFSZ."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    limit = MOST_OUTPUT if hard == resource.RLIM_INFINITY else min(MOST_OUTPUT, hard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that none can hide (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -41,6 +41,7 @@ class Described(Struct, frozen=True, tag="described"):
 
     backends: tuple[Found, ...]
     poison: str = ""
+    guard: str = ""
     what: str = ""
     why: str = ""
     fix: str = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from attnprobe.axes import levels_of
 from attnprobe.config import Case
@@ -70,6 +70,8 @@ class Scan:
     _traits: dict[str, dict[str, set[str]]] = field(default_factory=dict)
     _right: dict[str, set[str]] = field(default_factory=dict)
     _compiled: dict[str, int] = field(default_factory=dict)
+    _confirmed: set[tuple[str, str]] = field(default_factory=set)
+    _disordered: set[str] = field(default_factory=set)
     _progress: Progress = field(default_factory=Progress)
     _account: Account = field(default_factory=Account)
 
@@ -98,7 +100,8 @@ class Scan:
         self._account.seconds["total"] = time.monotonic() - self._start
         self._account.seconds["import"] = self.supervisor.import_seconds
         described = self.supervisor.described
-        self._account.poison = described.poison if described else ""
+        if described is not None:
+            self._account.poison, self._account.guard = described.poison, described.guard
         return assemble(
             self.device.record,
             self.plan,
@@ -140,11 +143,11 @@ class Scan:
             self._keep(case, outcome)
         self._account.skipped += len(wanted) - len(answered)
 
-    def _probe(self, case: Case, names: tuple[str, ...]) -> Iterator[Outcome]:
+    def _probe(self, case: Case, names: tuple[str, ...], *, fresh: bool = False) -> Iterator[Outcome]:
         """Run a case for real, every launch and outcome in the journal."""
         self.journal.launch(case, names)
         may = tuple(name for name in names if self._compiled.get(name, 0) < self._limits.get(name, 0))
-        for outcome in self.supervisor.run(case, names, self._account.seconds, may):
+        for outcome in self.supervisor.run(case, names, self._account.seconds, may, fresh=fresh):
             self.journal.outcome(case, outcome)
             yield outcome
 
@@ -176,6 +179,8 @@ class Scan:
             detail=outcome.detail,
         )
         seen = self._observed[name].add(case, result)
+        if "order" in outcome.detail:
+            self._disordered.add(name)
         if outcome.compiled:
             self._compiled[name] = self._compiled.get(name, 0) + 1
         for trait, value in outcome.traits.items():
@@ -201,14 +206,37 @@ class Scan:
             stage, self._progress.stage = self._progress.stage, "rules"
             known = self.journal.known.get((case.id, name))
             if known is None:
-                known = next(iter([*self._probe(case, (name,))]), None)
+                fresh = name in self._disordered
+                known = next(iter([*self._probe(case, (name,), fresh=fresh)]), None)
             seen = None if known is None else self._keep(case, known)
             self._account.extra += 1
             self.show(self._progress)
             self._progress.stage = stage
             return seen
 
-        return Localiser(self._observed[name], probe)
+        return Localiser(self._observed[name], probe, lambda seen: self._confirm(name, seen))
+
+    def _confirm(self, name: str, seen: Observation) -> Observation:
+        """Return what becomes of a failing case in a process that has run nothing before.
+
+        What passes there failed because of what ran earlier: a cache, or another backend's doing. It is
+        held against nobody, and from then on this backend is localised in fresh processes only; the axis
+        `earlier` says whether a call of its own is enough.
+        """
+        if seen.verdict.ends_worker or name in self._limits or (name, seen.id) in self._confirmed:
+            return seen
+        self._confirmed.add((name, seen.id))
+        if self._over(1.0):
+            raise BudgetSpent
+        launched = self.supervisor.run(seen.case, (name,), self._account.seconds, fresh=True)
+        alone = next(iter([*launched]), None)
+        if alone is None or alone.verdict.fails:
+            return seen
+        then = f"{alone.verdict.value} alone"
+        detail = {"order": f"{seen.verdict.value} after other cases in the same process, {then}"}
+        outcome = structs.replace(alone, verdict=Verdict.INCONCLUSIVE, outputs=(), detail=detail, traits={})
+        self.journal.outcome(seen.case, outcome)
+        return self._keep(seen.case, outcome)
 
     def _localise(self) -> None:
         self._progress = Progress("rules", failing=self._progress.failing)

@@ -17,15 +17,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Final
+from typing import Final
 
 from msgspec import structs
 
 from attnprobe.config import Case
 from attnprobe.errors import NoVerdictError, UsageError
+from attnprobe.probe import guard_build
 from attnprobe.probe.poison import ENVIRONMENT
 from attnprobe.run import processes
 from attnprobe.run.death import Death, how_it_ended, inconclusive, unanswered
+from attnprobe.run.handle import WorkerHandle
 from attnprobe.run.protocol import (
     SPAWN,
     Begin,
@@ -38,15 +40,10 @@ from attnprobe.run.protocol import (
     Found,
     Outcome,
     Ready,
-    Reply,
-    Request,
     RunCase,
     Skipped,
     Spawned,
-    printable,
-    receive_reply,
     receive_zygote,
-    send,
 )
 from attnprobe.verdict import Verdict
 
@@ -54,7 +51,6 @@ START_LIMIT: Final = 120.0
 """Seconds that importing torch and its backends may take."""
 KILL_LIMIT: Final = 5.0
 """Seconds to wait for a killed process to be gone."""
-_SAID: Final = 300
 _BATCH: Final = 200
 """Cases in one message that asks for kernels; a message has a largest size."""
 THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
@@ -76,10 +72,10 @@ class Supervisor:
         self._limit = limit
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._worker: _Worker | None = None
-        self._spare: _Worker | None = None
+        self._worker: WorkerHandle | None = None
+        self._spare: WorkerHandle | None = None
         self._exits: dict[int, Exited] = {}
-        self._unborn: list[_Worker] = []
+        self._unborn: list[WorkerHandle] = []
         self._died = False
         self._may_compile: tuple[str, ...] = ()
         self.import_seconds = 0.0
@@ -153,13 +149,19 @@ class Supervisor:
         backends: tuple[str, ...],
         seconds: dict[str, float],
         may_compile: tuple[str, ...] = (),
+        *,
+        fresh: bool = False,
     ) -> Iterator[Outcome]:
         """Yield an outcome for every backend, whatever they do to their process.
 
         A backend that would have to compile a kernel and is not in `may_compile` yields none. Adds the
-        worker's own account of its time to `seconds`.
+        worker's own account of its time to `seconds`. `fresh`: in a process that has run nothing before.
         """
         self._may_compile = may_compile
+        if fresh and self._worker is not None and self._worker.begun:
+            self._drop(self._worker)
+            self._worker = None
+            self._died = True  # it will not be the last
         left = list(backends)
         idle_death_left = True
         while left:
@@ -223,7 +225,7 @@ class Supervisor:
             else:
                 raise self._death(worker, on, hung=reply == "hung", begun=begun)
 
-    def _death(self, worker: _Worker, on: str, *, hung: bool, begun: bool = True) -> Death:
+    def _death(self, worker: WorkerHandle, on: str, *, hung: bool, begun: bool = True) -> Death:
         """Return how the worker ended, after making sure that it did."""
         self._died = True
         if not self._is_born(worker):
@@ -244,7 +246,7 @@ class Supervisor:
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**THREADS, **os.environ, **ENVIRONMENT}
+        environment = {**THREADS, **os.environ, **ENVIRONMENT, **guard_build.environment()}
         command = [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno())]
         self._zygote = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
             [*command, self._device_name, str(os.getpid())],
@@ -268,7 +270,7 @@ class Supervisor:
             )
         self.import_seconds = ready.seconds
 
-    def _ensure_worker(self) -> _Worker:
+    def _ensure_worker(self) -> WorkerHandle:
         """Return the living worker, or a fresh one that knows its backends.
 
         Once a worker has died, a spare is forked while its successor works: the next death costs no wait.
@@ -300,12 +302,12 @@ class Supervisor:
             self._spare = self._spawn()
         return worker
 
-    def _spawn(self) -> _Worker:
+    def _spawn(self) -> WorkerHandle:
         """Ask for a worker and what is there for it, without waiting for either."""
         assert self._control is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
-        worker = _Worker(ours, output)
+        worker = WorkerHandle(ours, output)
         try:
             socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
         except OSError:
@@ -320,14 +322,18 @@ class Supervisor:
     def _drop_worker(self) -> None:
         for worker in (self._worker, self._spare):
             if worker is not None:
-                if self._is_born(worker):
-                    processes.kill_group(worker.pid)
-                    self._wait_exit(worker.pid)
-                worker.close()
+                self._drop(worker)
         self._worker = self._spare = None
         self._unborn.clear()
 
-    def _is_born(self, worker: _Worker) -> bool:
+    def _drop(self, worker: WorkerHandle) -> None:
+        """End a worker, and wait until it is gone."""
+        if self._is_born(worker):
+            processes.kill_group(worker.pid)
+            self._wait_exit(worker.pid)
+        worker.close()
+
+    def _is_born(self, worker: WorkerHandle) -> bool:
         """Wait for the zygote to say which process a worker is; False where it does not."""
         while not worker.pid and self._hear(START_LIMIT):
             pass
@@ -355,43 +361,6 @@ class Supervisor:
             return None
         readable, _, _ = select.select([self._control], [], [], limit)
         return receive_zygote(self._control) if readable else None
-
-
-class _Worker:
-    """The scan's end of one worker."""
-
-    def __init__(self, channel: socket.socket, output: IO[bytes]) -> None:
-        self.pid = 0
-        """0 until the zygote has said it."""
-        self._channel = channel
-        self._output = output
-        self._mark = 0
-        self.begun = 0
-        """How many runs of a backend this worker has begun."""
-
-    def ask(self, request: Request) -> None:
-        """Send a request; a worker that is gone shows at the next reply."""
-        self._mark = os.fstat(self._output.fileno()).st_size
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self._channel, request)
-
-    def reply(self, limit: float) -> Reply | str | None:
-        """Return the next message, None where the worker is gone, "hung" where it takes too long."""
-        readable, _, _ = select.select([self._channel], [], [], limit)
-        return receive_reply(self._channel) if readable else "hung"
-
-    def said(self) -> str:
-        """Return the last line that was printed since the last request."""
-        size = os.fstat(self._output.fileno()).st_size
-        start = max(self._mark, size - 4096)
-        text = os.pread(self._output.fileno(), max(size - start, 0), start).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1])[:_SAID] if lines else ""
-
-    def close(self) -> None:
-        """Close the channel and forget the output."""
-        self._channel.close()
-        self._output.close()
 
 
 def _add(total: dict[str, float], part: dict[str, float]) -> None:

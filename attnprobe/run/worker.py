@@ -6,23 +6,29 @@ it prints goes to a file, not into the conversation.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import socket
+import sys
 import time
 import warnings
 from typing import Any, Final
 
 import torch
 
-from attnprobe.backends.interface import Outputs
 from attnprobe.backends.registry import choose
 from attnprobe.config import Case
 from attnprobe.device.cpu import cpu_device
 from attnprobe.errors import AttnprobeError
 from attnprobe.probe import dropout
-from attnprobe.probe.inputs import Tensors, make, seed_generators
-from attnprobe.probe.judge import Judgement, agree, input_bits, inputs_changed, judge
-from attnprobe.probe.poison import FINITE_FILL, NAN_FILL, Poison
+from attnprobe.probe.inputs import Tensors, make
+from attnprobe.probe.judge import Judgement, input_bits, inputs_changed, judge
+from attnprobe.probe.memories import Memories
+from attnprobe.probe.memory import Run
+from attnprobe.probe.own_forward import weights
 from attnprobe.probe.reference import Reference, reference
+from attnprobe.probe.trial import Trial
 from attnprobe.run.protocol import (
     Begin,
     Counted,
@@ -57,7 +63,7 @@ class Worker:
         self._channel = channel
         self._device = cpu_device()
         self._torch_device = torch.device(device_name)
-        self._poison = Poison()
+        self._memories = Memories()
         self._backends: dict[str, Any] = {}
         self._case_id = ""
         self._expected: Reference | None = None
@@ -94,7 +100,7 @@ class Worker:
             for name, backend in self._backends.items()
         ]
         found += [Found(name=one.name, reason=one.reason) for one in absent]
-        send(self._channel, Described(tuple(found), self._poison.covers))
+        send(self._channel, Described(tuple(found), self._memories.poison, self._memories.guard))
 
     def _run(self, request: RunCase) -> None:
         case, seconds = request.case, {"inputs": 0.0}
@@ -113,14 +119,14 @@ class Worker:
         if willing:
             send(self._channel, Begin("", self._case_id))
             with _Timer(seconds, "inputs"):
-                tensors = make(case, self._torch_device)
+                tensors = self._memories.place(make(case, self._torch_device))
                 before = input_bits(tensors)
             self._expected = None
             for name in willing:
                 send(self._channel, Begin(name, self._case_id))
                 if self._one(name, case, tensors, before):
                     # A backend changed the inputs: the next one gets them as they were.
-                    tensors = make(case, self._torch_device)
+                    tensors = self._memories.place(make(case, self._torch_device))
         send(self._channel, Finished(self._case_id, seconds))
 
     def _one(self, name: str, case: Case, tensors: Tensors, before: list[torch.Tensor]) -> bool:
@@ -128,26 +134,28 @@ class Worker:
         seconds = {"kernel": 0.0, "judge": 0.0, "reference": 0.0}
         backend = self._backends[name]
         compiled = backend.kernel_key(case) is not None
+        trial = Trial(backend, case, tensors, self._memories, self._torch_device, self._threads)
+        printed = _Printed()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with _Timer(seconds, "kernel"):
-                    runs = [self._filled(backend, case, tensors, fill) for fill in (NAN_FILL, FINITE_FILL)]
-                    if not agree(*runs):
-                        runs.append(self._filled(backend, case, tensors, NAN_FILL))
-                    kernel = runs[0].kernel or self._kernel(backend, case, tensors)
+                    runs = trial.runs(self._device)
+                    kernel = runs[0].outputs.kernel or self._kernel(backend, case, tensors)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 self._say(name, Verdict.OUT_OF_MEMORY, {"says": _words(error)})
                 return False
             except Exception as error:  # noqa: BLE001  # a refusal is whatever the library raises
                 self._say(name, Verdict.REFUSED, {"says": _words(error)}, compiled=compiled, seconds=seconds)
                 return False
-        with _Timer(seconds, "judge"):
-            changed = inputs_changed(tensors, before)
-        if changed:
-            found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
-        else:
-            found = self._judged(case, tensors, backend, runs, seconds)
+            with _Timer(seconds, "judge"):
+                changed = inputs_changed(tensors, before)
+            if changed:
+                found = Judgement(Verdict.WRONG, tuple(changed), {"inputs changed": changed})
+            else:
+                found = self._judged(case, tensors, backend, runs, seconds)
+        if found.verdict.fails and (said := printed.last_line()):
+            found.detail["said"] = said
         self._say(
             name,
             found.verdict,
@@ -161,21 +169,32 @@ class Worker:
         return bool(changed)
 
     def _judged(
-        self, case: Case, tensors: Tensors, backend: Any, runs: list[Outputs], seconds: dict[str, float]
+        self, case: Case, tensors: Tensors, backend: Any, runs: list[Run], seconds: dict[str, float]
     ) -> Judgement:
         """Return the verdict on runs that left the inputs as they were."""
+        late = 0.0
+
+        def own() -> torch.Tensor | None:
+            nonlocal late
+            start = time.perf_counter()
+            with contextlib.suppress(Exception):
+                found = weights(case, tensors, backend) if not case.dropout else None
+                late += time.perf_counter() - start
+                return found
+            return None
+
         try:
             with _Timer(seconds, "reference"):
                 expected = self._reference(case, tensors, backend)
-            late = expected.seconds if expected is not None else 0.0
+            late -= expected.seconds if expected is not None else 0.0
             with _Timer(seconds, "judge"):
-                found = judge(case, tensors, runs, expected)
+                found = judge(case, tensors, runs, expected, own)
         except (MemoryError, torch.OutOfMemoryError) as error:
             return Judgement(Verdict.INCONCLUSIVE, (), {"judge": _words(error)})
-        if expected is not None:
-            # What whole-masked rows contribute is reference work, done once the judge asks for it.
-            seconds["reference"] += expected.seconds - late
-            seconds["judge"] -= expected.seconds - late
+        # What whole-masked rows contribute, and the weights of the own forward, are done once the judge asks.
+        late += expected.seconds if expected is not None else 0.0
+        seconds["reference"] += late
+        seconds["judge"] -= late
         return found
 
     def _reference(self, case: Case, tensors: Tensors, backend: Any) -> Reference | None:
@@ -189,23 +208,6 @@ class Worker:
             send(self._channel, Begin("", self._case_id))  # what ends the process now is no kernel's doing
             self._expected = reference(case, tensors)
         return self._expected
-
-    def _filled(self, backend: Any, case: Case, tensors: Tensors, fill: int) -> Outputs:
-        """Return one run with unwritten memory holding `fill`."""
-        seed_generators(case.seed, self._torch_device)
-        # use_deterministic_algorithms does the same and imports the compiler, two seconds a worker.
-        torch.set_deterministic_debug_mode("error" if case.deterministic else "default")
-        torch.set_num_threads(self._threads)
-        self._poison.fill(fill)
-        try:
-            outputs: Outputs = backend.run(case, tensors)
-            if self._torch_device.type != "cpu":
-                torch.accelerator.synchronize()
-            return outputs
-        finally:
-            self._poison.stop()
-            torch.set_num_threads(1)
-            torch.set_deterministic_debug_mode("default")
 
     @staticmethod
     def _kernel(backend: Any, case: Case, tensors: Tensors) -> str:
@@ -239,6 +241,27 @@ class Worker:
             seconds=seconds or {},
         )
         send(self._channel, message)
+
+
+class _Printed:
+    """What a backend prints, into the file that stands for this process' output, from here on."""
+
+    def __init__(self) -> None:
+        self._mark = self._size()
+
+    @staticmethod
+    def _size() -> int:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        return os.fstat(1).st_size
+
+    def last_line(self) -> str:
+        """Return the last line that was printed, cut to a bearable length, or ""."""
+        size = self._size()
+        start = max(self._mark, size - 4096)
+        text = os.pread(1, size - start, start).decode(errors="replace") if size > start else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return printable(lines[-1])[:_WORDS] if lines else ""
 
 
 class _Timer:

@@ -147,6 +147,7 @@ class Zygote:
             os.setsid()
             processes.die_with_parent()
             processes.no_core_dumps()
+            processes.limit_output()
             channel, output = fds
             os.dup2(output, 1)
             os.dup2(output, 2)

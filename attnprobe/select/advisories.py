@@ -143,9 +143,16 @@ def faults(one: Advisory) -> Iterator[str]:
     for field, (modulus, remainder) in one.residues.items():
         if field not in {"seqlen_q", "seqlen_kv"} or not 0 <= remainder < modulus:
             yield f"residues.{field}: no length, or no remainder"
-    yield from (
-        f"hazard.{name}: a query states this; it belongs in when" for name in one.hazard if name in AXIS
-    )
+    yield from _hazard_faults(one)
+
+
+def _hazard_faults(one: Advisory) -> Iterator[str]:
+    for name, level in one.hazard.items():
+        axis = AXIS.get(name)
+        if axis is None or not axis.hazard:
+            yield f"hazard.{name}: no hazard; what a query states belongs in when"
+        elif level not in axis.levels:
+            yield f"hazard.{name}: {level} is no level of it"
 
 
 def _range_faults(one: Advisory) -> Iterator[str]:

@@ -33,7 +33,10 @@ ASSUMED: Final = {
 SIZES: Final = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v")
 
 # Constraints that keep a scan affordable do not count: a job may well ask for what no scan can afford.
-_CONSTRAINTS: Final = tuple(one for one in CONSTRAINTS if one.axes not in PLANNING_ONLY)
+# Nor do those of hazards: a job meets any level of them.
+_CONSTRAINTS: Final = tuple(
+    one for one in CONSTRAINTS if one.axes not in PLANNING_ONLY and ALL.keys() >= set(one.axes)
+)
 _IN_PAIRS: Final = {one.axes: one.allows for one in _CONSTRAINTS if len(one.axes) == 2}  # noqa: PLR2004
 
 

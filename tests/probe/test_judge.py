@@ -18,12 +18,13 @@ from attnprobe.config import Case, Dtype, NeedsGrad
 from attnprobe.probe.inputs import DTYPES, Tensors, make
 from attnprobe.probe.judge import (
     Judgement,
-    bits,
     expected_outputs,
     input_bits,
     inputs_changed,
     judge,
 )
+from attnprobe.probe.memory import Run, bits
+from attnprobe.probe.poison import FINITE_FILL, NAN_FILL
 from attnprobe.probe.reference import Reference, reference
 from attnprobe.verdict import Verdict
 
@@ -77,10 +78,15 @@ def filled(byte: int, where: Place) -> Change:
     return change
 
 
+def filled_runs(*outputs: Outputs) -> list[Run]:
+    """Return runs under the fills that a trial uses in turn: NaN, a finite one, NaN again."""
+    fills = ((NAN_FILL, FINITE_FILL), (FINITE_FILL, NAN_FILL)) * 2
+    return [Run(*fill, one) for fill, one in zip(fills, outputs, strict=False)]
+
+
 def verdict_on(case: Case, *runs: Outputs) -> Judgement:
     tensors, expected = known(case)
-    three = runs * 3 if len(runs) == 1 else runs
-    return judge(case, tensors, three, expected)
+    return judge(case, tensors, filled_runs(*(runs * 3 if len(runs) == 1 else runs)), expected)
 
 
 CASES: Final[dict[str, Case]] = {
@@ -172,8 +178,8 @@ def test_unwritten_shows_where_nan_is_right_too() -> None:
     dead = expected.dead.expand(2, 4, 9, 1).squeeze(-1)
     runs = [changed(right(case), "out", filled(byte, (dead,))) for byte in (0xFF, 0x42, 0xFF)]
     assert bool(runs[0]["out"][dead].isnan().all())
-    assert judge(case, tensors, runs[:1] * 3, expected).verdict is Verdict.OK
-    found = judge(case, tensors, runs, expected)
+    assert judge(case, tensors, filled_runs(*runs[:1] * 3), expected).verdict is Verdict.OK
+    found = judge(case, tensors, filled_runs(*runs), expected)
     assert found.verdict is Verdict.UNWRITTEN
     assert found.outputs == ("out",)
 
@@ -292,9 +298,9 @@ def test_without_a_reference_memory_is_judged_and_values_are_not() -> None:
     tensors, _ = known(BASE)
     outputs = right(BASE)
     off = changed(outputs, "out", lambda t: t.mul_(3))
-    assert judge(BASE, tensors, [off] * 3, None).verdict is Verdict.INCONCLUSIVE
+    assert judge(BASE, tensors, filled_runs(*[off] * 3), None).verdict is Verdict.INCONCLUSIVE
     runs = [changed(outputs, "out", filled(byte, (...,))) for byte in (0xFF, 0x42, 0xFF)]
-    assert judge(BASE, tensors, runs, None).verdict is Verdict.UNWRITTEN
+    assert judge(BASE, tensors, filled_runs(*runs), None).verdict is Verdict.UNWRITTEN
 
 
 def test_varlen_is_wrong_where_one_sequence_is() -> None:

@@ -23,7 +23,7 @@ COMPANIONS: Final[dict[str, frozenset[str]]] = {
     "seqlen_q": frozenset({"seqlen_order"}),
     "seqlen_kv": frozenset({"seqlen_order"}),
     "seqlen_order": frozenset({"seqlen_q", "seqlen_kv"}),
-    "pass": frozenset({"needs_grad"}),
+    "pass": frozenset({"needs_grad", "grad_out"}),
 }
 
 
@@ -64,7 +64,7 @@ def test_a_step_lands_on_the_level_or_says_that_it_cannot(case: Case, to: tuple[
     assert after[axis] == level
     assert allowed(after)
     assert moved.work <= WORK_CAP
-    assert (moved.seed, moved.data, moved.grad_out) == (case.seed, case.data, case.grad_out)
+    assert moved.seed == case.seed
     changed = {name for name in after if after[name] != at[name]}
     assert changed <= {axis} | COMPANIONS.get(axis, frozenset())
     if allowed(alone):
@@ -136,7 +136,7 @@ def test_differing_names_the_axes_apart_without_those_that_follow(one: Case, oth
     assert set(named) <= apart
     follows = set()
     if "pass" in apart:
-        follows.add("needs_grad")
+        follows |= {"needs_grad", "grad_out"}
     if apart & {"seqlen_q", "seqlen_kv"}:
         follows.add("seqlen_order")
     assert apart - set(named) == apart & follows

@@ -338,8 +338,9 @@ def test_the_tolerance_accepts_exact_results_rounded_once(name: str, dtype: Dtyp
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_tolerance_rejects_an_error_of_a_few_percent(name: str, dtype: Dtype, sign: int) -> None:
-    # Eager attention in bfloat16 is itself off by one or two per cent of the largest value.
-    factor = 1 + sign * (0.07 if dtype == "bfloat16" else 0.02)
+    # Eager attention in bfloat16 is itself off by one or two per cent of the largest value, and gradients
+    # are compared with the backend's own forward as well where that is the coarser of the two.
+    factor = 1 + sign * (0.09 if dtype == "bfloat16" else 0.02)
     case = structs.replace(SIZED[name], dtype=dtype)
     tensors = make(case, CPU)
     found = reference(case, tensors)

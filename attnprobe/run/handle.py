@@ -1,0 +1,51 @@
+"""The scan's end of one worker: its process, the conversation with it, and what it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from typing import IO, Final
+
+from attnprobe.run.protocol import Reply, Request, printable, receive_reply, send
+
+_SAID: Final = 300
+
+
+class WorkerHandle:
+    """The scan's end of one worker."""
+
+    def __init__(self, channel: socket.socket, output: IO[bytes]) -> None:
+        """Take over our end of the conversation, and the file that the worker prints into."""
+        self.pid = 0
+        """0 until the zygote has said it."""
+        self._channel = channel
+        self._output = output
+        self._mark = 0
+        self.begun = 0
+        """How many runs of a backend this worker has begun."""
+
+    def ask(self, request: Request) -> None:
+        """Send a request; a worker that is gone shows at the next reply."""
+        self._mark = os.fstat(self._output.fileno()).st_size
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send(self._channel, request)
+
+    def reply(self, limit: float) -> Reply | str | None:
+        """Return the next message, None where the worker is gone, "hung" where it takes too long."""
+        readable, _, _ = select.select([self._channel], [], [], limit)
+        return receive_reply(self._channel) if readable else "hung"
+
+    def said(self) -> str:
+        """Return the last line that was printed since the last request."""
+        size = os.fstat(self._output.fileno()).st_size
+        start = max(self._mark, size - 4096)
+        text = os.pread(self._output.fileno(), max(size - start, 0), start).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return printable(lines[-1])[:_SAID] if lines else ""
+
+    def close(self) -> None:
+        """Close the channel and forget the output."""
+        self._channel.close()
+        self._output.close()
