@@ -173,7 +173,12 @@ def digest_of(matrix: Matrix) -> str:
 
 
 def sealed(matrix: Matrix) -> Matrix:
-    """Return the document sorted, with its digest."""
+    """Return the document sorted, with its digest.
+
+    It is what a reader of the file gets: an empty tuple that was computed is in Python 3.10 another object
+    than `()`, and msgspec leaves a field out only where it *is* its default.
+    """
+    matrix = msgspec.json.decode(msgspec.json.encode(matrix), type=Matrix)
     backends = tuple(
         structs.replace(
             backend,
@@ -193,8 +198,8 @@ def compact(matrix: Matrix) -> Matrix:
     if not inside:
         return matrix
     backends = tuple(
-        structs.replace(b, cases=tuple(structs.replace(r, case=None) for r in b.cases))
-        for b in matrix.backends
+        structs.replace(b, cases=tuple([structs.replace(r, case=None) for r in b.cases]))
+        for b in matrix.backends  # of a list: see sealed() on empty tuples
     )
     known = {record.id: record for record in matrix.cases}
     known |= {i: CaseRecord(id=i, case=case) for i, case in inside.items()}

@@ -131,7 +131,7 @@ class Journal:
                 entry = decoder.decode(line)
                 self.known[entry.case.id, entry.outcome.backend] = entry.outcome
         if content and not content.endswith(b"\n"):
-            self.path.write_bytes(content[: content.rfind(b"\n") + 1])
+            os.truncate(self.path, content.rfind(b"\n") + 1)
 
 
 def journal_path(output: Path) -> Path:

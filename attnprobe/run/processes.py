@@ -65,12 +65,12 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def kill_tree(pid: int) -> int:
-    """Kill a process and all its descendants; return how many there were."""
-    killed = 0
+def kill_tree(pid: int) -> set[int]:
+    """Kill a process and all its descendants; return which there were."""
+    killed = set()
     for child in children_of(pid):
-        killed += kill_tree(child)
+        killed |= kill_tree(child)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-        killed += 1
+        killed.add(pid)
     return killed

@@ -155,12 +155,12 @@ def receive_request(channel: socket.socket) -> Request | None:
 
 
 def receive_reply(channel: socket.socket) -> Reply | None:
-    """Return what a worker says, or None where it is gone."""
+    """Return what a worker says, or None where it is gone or what it says is none of ours."""
     try:
         content = channel.recv(LARGEST)
-    except ConnectionResetError:
+        return _TO_SCAN.decode(content) if content else None
+    except (ConnectionResetError, msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return _TO_SCAN.decode(content) if content else None
 
 
 def receive_zygote(channel: socket.socket) -> Ready | Spawned | Exited | None:

@@ -130,10 +130,15 @@ class Scan:
         """Run a case on the backends that still have something to show by it."""
         wanted = []
         for name in names:
+            # A journal answers what would run here, and has no say in whether it would: localising may
+            # have run a case later that the plan had skipped.
+            met = self._observed[name].get(case.id) is not None
+            if not met and not self._is_worth(name, case):
+                continue
             known = self.journal.known.get((case.id, name))
             if known is not None:
                 self._keep(case, known)
-            elif self._is_worth(name, case):
+            else:
                 wanted.append(name)
         if not wanted:
             return

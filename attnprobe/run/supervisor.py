@@ -77,7 +77,6 @@ class Supervisor:
         self._exits: dict[int, Exited] = {}
         self._unborn: list[WorkerHandle] = []
         self._died = False
-        self._may_compile: tuple[str, ...] = ()
         self.import_seconds = 0.0
         self.described: Described | None = None
 
@@ -109,6 +108,8 @@ class Supervisor:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._zygote.wait(KILL_LIMIT)
             self._zygote = None
+        self._unborn.clear()
+        self._exits.clear()
 
     def controlled(self) -> list[Found]:
         """Return what is here; a backend that refuses the plainest case in every dtype is absent.
@@ -157,17 +158,14 @@ class Supervisor:
         A backend that would have to compile a kernel and is not in `may_compile` yields none. Adds the
         worker's own account of its time to `seconds`. `fresh`: in a process that has run nothing before.
         """
-        self._may_compile = may_compile
-        if fresh and self._worker is not None and self._worker.begun:
-            self._drop(self._worker)
-            self._worker = None
-            self._died = True  # it will not be the last
+        if fresh:
+            self._drop_used()
         left = list(backends)
         idle_death_left = True
         while left:
             death = None
             try:
-                for reply in self._attempt(case, tuple(left), seconds):
+                for reply in self._attempt(case, tuple(left), seconds, may_compile):
                     if reply.backend not in left:
                         continue  # said twice, as by a process that forked and went on in both
                     left.remove(reply.backend)
@@ -187,24 +185,34 @@ class Supervisor:
                 yield from (inconclusive(name, case, death) for name in left)
                 return
             left.remove(death.backend)
-            yield death.outcome(case) if death.alone else self._again(case, death.backend, death, seconds)
+            if death.alone:
+                yield death.outcome(case)
+            else:
+                yield self._again(case, death, seconds, may_compile)
 
-    def _again(self, case: Case, name: str, first: Death, seconds: dict[str, float]) -> Outcome:
+    def _again(
+        self, case: Case, first: Death, seconds: dict[str, float], may_compile: tuple[str, ...]
+    ) -> Outcome:
         """Return the outcome of a case that ended its worker, tried alone in a fresh one."""
-        try:
-            for _ in self._attempt(case, (name,), seconds):
-                pass
-        except Death as second:
-            if second.backend == name:
-                return second.outcome(case)
+        name = first.backend
+        for _ in range(2):
+            try:
+                for _ in self._attempt(case, (name,), seconds, may_compile):
+                    pass
+            except Death as second:
+                if second.backend == name:
+                    return second.outcome(case)
+                if not second.begun:
+                    continue  # a spare that died before it had the case; another one may take it
+            break
         return inconclusive(name, case, first)
 
     def _attempt(
-        self, case: Case, backends: tuple[str, ...], seconds: dict[str, float]
+        self, case: Case, backends: tuple[str, ...], seconds: dict[str, float], may_compile: tuple[str, ...]
     ) -> Iterator[Outcome | Skipped]:
         """Yield outcomes as they come; raise Death where the worker ends on the way."""
         worker = self._ensure_worker()
-        worker.ask(RunCase(case, backends, self._may_compile))
+        worker.ask(RunCase(case, backends, may_compile))
         on, begun = "", False
         while True:
             reply = worker.reply(self._limit)
@@ -233,6 +241,11 @@ class Supervisor:
         if hung:
             processes.kill_group(worker.pid)
         exited = self._wait_exit(worker.pid)
+        lived_on = exited is None
+        if lived_on:
+            # It hung up, or talked nonsense, and lives on; or the zygote is gone and cannot tell.
+            processes.kill_group(worker.pid)
+            exited = self._wait_exit(worker.pid)
         said = worker.said()
         self._worker = None
         worker.close()
@@ -241,7 +254,7 @@ class Supervisor:
         if not hung:
             verdict, how = Verdict.CRASHED, "ended, and cannot be waited for"
             if exited is not None:
-                how = how_it_ended(exited.code)
+                how = "hung up, and did not end" if lived_on else how_it_ended(exited.code)
         return Death(on, verdict, how, said, left, alone=worker.begun == 1, begun=begun)
 
     def _start_zygote(self) -> None:
@@ -281,11 +294,11 @@ class Supervisor:
             self.close()
             self._start_zygote()
         spare, self._spare = self._spare, None
-        worker = self._worker = spare or self._spawn()
+        worker = self._worker = spare or self._spawn_somehow()
         described = worker.reply(START_LIMIT)
         if spare is not None and not isinstance(described, Described):
             self._drop_worker()  # it did not live to be used
-            worker = self._worker = self._spawn()
+            worker = self._worker = self._spawn_somehow()
             described = worker.reply(START_LIMIT)
         if not isinstance(described, Described):
             death = self._death(worker, "", hung=described == "hung")
@@ -299,8 +312,18 @@ class Supervisor:
             raise UsageError(described.what, why=described.why, fix=described.fix)
         self.described = self.described or described
         if self._died:
-            self._spare = self._spawn()
+            with contextlib.suppress(NoVerdictError):
+                self._spare = self._spawn()
         return worker
+
+    def _spawn_somehow(self) -> WorkerHandle:
+        """Ask for a worker; start the zygote again where it is found to be gone only now."""
+        try:
+            return self._spawn()
+        except NoVerdictError:
+            self.close()
+            self._start_zygote()
+            return self._spawn()
 
     def _spawn(self) -> WorkerHandle:
         """Ask for a worker and what is there for it, without waiting for either."""
@@ -308,14 +331,16 @@ class Supervisor:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
         worker = WorkerHandle(ours, output)
+        # First: an interrupt that comes right after the request must not leave an answer without a taker.
+        self._unborn.append(worker)
         try:
             socket.send_fds(self._control, [SPAWN], [theirs.fileno(), output.fileno()])
         except OSError:
+            self._unborn.remove(worker)
             worker.close()
             raise NoVerdictError("no worker could be started", why="the probing process is gone") from None
         finally:
             theirs.close()
-        self._unborn.append(worker)
         worker.ask(Describe(self._asked))
         return worker
 
@@ -324,18 +349,24 @@ class Supervisor:
             if worker is not None:
                 self._drop(worker)
         self._worker = self._spare = None
-        self._unborn.clear()
+
+    def _drop_used(self) -> None:
+        """End the worker if it has run anything."""
+        if self._worker is not None and self._worker.begun:
+            self._drop(self._worker)
+            self._worker = None
+            self._died = True  # it will not be the last
 
     def _drop(self, worker: WorkerHandle) -> None:
         """End a worker, and wait until it is gone."""
-        if self._is_born(worker):
+        if self._is_born(worker, KILL_LIMIT):
             processes.kill_group(worker.pid)
             self._wait_exit(worker.pid)
         worker.close()
 
-    def _is_born(self, worker: WorkerHandle) -> bool:
+    def _is_born(self, worker: WorkerHandle, limit: float = START_LIMIT) -> bool:
         """Wait for the zygote to say which process a worker is; False where it does not."""
-        while not worker.pid and self._hear(START_LIMIT):
+        while not worker.pid and self._hear(limit):
             pass
         return bool(worker.pid)
 

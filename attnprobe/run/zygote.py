@@ -92,6 +92,7 @@ class Zygote:
         self._control = control
         self._work = work
         self._workers: set[int] = set()
+        self._killed: set[int] = set()
         self._wake, self._wakeup = os.pipe()
         for end in (self._wake, self._wakeup):
             os.set_blocking(end, False)
@@ -127,15 +128,16 @@ class Zygote:
             time.sleep(0.01)
 
     def _spawn(self, fds: list[int]) -> None:
+        zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(fds)
+            self._become_worker(fds, zygote)
         self._workers.add(pid)
         for fd in fds:
             os.close(fd)
         send(self._control, Spawned(pid))
 
-    def _become_worker(self, fds: list[int]) -> NoReturn:
+    def _become_worker(self, fds: list[int], zygote: int) -> NoReturn:
         """Turn a fresh fork into a worker; never returns into the zygote's loop."""
         code = 70
         try:
@@ -146,6 +148,8 @@ class Zygote:
             self._control.close()
             os.setsid()
             processes.die_with_parent()
+            if os.getppid() != zygote:
+                os._exit(code)  # it ended before the kernel was asked to tell
             processes.no_core_dumps()
             processes.limit_output()
             channel, output = fds
@@ -174,12 +178,16 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            self._killed.discard(pid)
             if pid not in self._workers:
                 continue
             self._workers.discard(pid)
             processes.kill_group(pid)
             orphans = [p for p in processes.children_of(os.getpid()) if p not in self._workers]
-            left = sum(processes.kill_tree(orphan) for orphan in orphans)
+            found: set[int] = set().union(*(processes.kill_tree(orphan) for orphan in orphans))
+            # What an earlier worker left is killed and may, on a busy machine, not be gone yet.
+            left = len(found - self._killed)
+            self._killed |= found
             send(self._control, Exited(pid, os.waitstatus_to_exitcode(status), left))
 
 

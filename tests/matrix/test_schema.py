@@ -10,8 +10,20 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from attnprobe.axes import levels_of
-from attnprobe.config import Case
-from attnprobe.matrix.schema import Matrix, Rule, compact, digest_of, expanded, sealed
+from attnprobe.config import Case, canonical
+from attnprobe.matrix.schema import (
+    OUTPUTS,
+    SCHEMA,
+    Backend,
+    Generator,
+    Matrix,
+    Rule,
+    compact,
+    digest_of,
+    expanded,
+    sealed,
+)
+from attnprobe.matrix.store import encode, parse_matrix
 from attnprobe.verdict import Verdict
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -105,3 +117,27 @@ def test_a_rule_of_exact_cases_covers_no_other() -> None:
 def test_a_case_is_found_by_its_id(handmade: Matrix) -> None:
     assert handmade.case(Case(seed=7).id) == Case(seed=7)
     assert handmade.case("no such id") is None
+
+
+def test_a_computed_empty_tuple_is_no_other_document() -> None:
+    # In Python 3.10 it is not the same object as the default.
+    computed = tuple(name for name in OUTPUTS if not name)
+    rules = [
+        Rule(id="1", when={}, verdict=Verdict.WRONG, outputs=outputs, cases=outputs)
+        for outputs in ((), computed)
+    ]
+    first, second = (
+        sealed(
+            Matrix(
+                schema=SCHEMA,
+                digest="",
+                devices=(),
+                backends=(Backend(name="b", status="probed", rules=(rule,)),),
+                runs=(),
+                generator=Generator(name="g", version="1"),
+            )
+        )
+        for rule in rules
+    )
+    assert canonical(first) == canonical(second)
+    assert parse_matrix(encode(second), "here") == second

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MISBEHAVING = """
-import ctypes, os, signal, subprocess, sys, threading, time
+import ctypes, mmap, os, signal, subprocess, sys, threading, time
 from torch.nn.functional import scaled_dot_product_attention as right
 
 def good(*a, **k): return right(*a, **k)
@@ -72,6 +72,22 @@ def leaves_a_session_and_dies(*a, **k):
     leaves_a_session(*a, **k)
     os._exit(1)
 
+def leaves_a_big_session_and_dies(*a, **k):
+    # Half a gigabyte of small pages: killed, it takes a while to be gone.
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        memory = mmap.mmap(-1, 512 << 20)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for at in range(0, len(memory), mmap.PAGESIZE): memory[at] = 1
+        os.write(into, b'x')
+        while True: time.sleep(60)
+    note(pid)
+    os.read(out, 1)
+    time.sleep(1)  # so that the next worker is ready
+    os._exit(1)
+
 def forks_and_both_return(*a, **k):
     note(os.fork() or os.getpid())
     return right(*a, **k)
@@ -79,6 +95,26 @@ def forks_and_both_return(*a, **k):
 def closes_everything(*a, **k):
     os.closerange(3, 1024)
     return right(*a, **k)
+
+def sockets():
+    for fd in range(3, 64):
+        try:
+            if os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'):
+                yield fd
+        except OSError:
+            pass
+
+def hangs_up_and_goes_on(*a, **k):
+    note(os.getpid())
+    for fd in sockets():
+        os.close(fd)
+    while True: time.sleep(1)
+
+def talks_nonsense(*a, **k):
+    note(os.getpid())
+    for fd in sockets():
+        os.write(fd, b'nonsense')
+    while True: time.sleep(1)
 
 def dies_later(*a, **k):
     def die():
