@@ -185,15 +185,14 @@ class Supervisor:
                 yield from (inconclusive(name, case, death) for name in left)
                 return
             left.remove(death.backend)
-            if death.alone:
-                yield death.outcome(case)
-            else:
-                yield self._again(case, death, seconds, may_compile)
+            yield self._again(case, death, seconds, may_compile)
 
     def _again(
         self, case: Case, first: Death, seconds: dict[str, float], may_compile: tuple[str, ...]
     ) -> Outcome:
-        """Return the outcome of a case that ended its worker, tried alone in a fresh one."""
+        """Return the outcome of a case that ended its worker, tried alone in a fresh one if it was not."""
+        if first.alone:
+            return first.outcome(case)
         name = first.backend
         for _ in range(2):
             try:
