@@ -181,6 +181,9 @@ def _scores(case: Case, tensors: Tensors, dtype: torch.dtype, keep: Tensor | Non
     else:
         seen = visible(case, device)
         hidden = None if seen is None else ~seen.expand(case.batch, 1, -1, -1)
+    if case.seqlen_kv == 0 and hidden is None:
+        # Without keys every row is as one that is masked whole.
+        hidden = torch.ones((case.batch, 1, case.seqlen_q, 0), dtype=torch.bool, device=device)
     mask = tensors.mask
     mask_shape = None
     if mask is not None and mask.dtype is torch.bool:

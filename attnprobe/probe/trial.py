@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnprobe.backends.interface import Outputs
-    from attnprobe.config import Case
+    from attnprobe.config import Case, Data
     from attnprobe.device.interface import Device
     from attnprobe.probe.inputs import Tensors
 
@@ -102,11 +102,12 @@ class Trial:
 def earlier_case(case: Case) -> Case | None:
     """Return the case to call before this one: the same shape with other data, strides or dtype.
 
-    Other data come with another scale: a result kept for a shape may rest on either.
+    Other data are of another regime and come with another scale: what is kept for a shape may rest on either.
     """
     plain = structs.replace(case, earlier="nothing")
     if case.earlier == "other-data":
-        return structs.replace(plain, seed=case.seed + 1, scale=1.5 * case.softmax_scale)
+        regime: Data = "large-logits" if case.data == "gaussian" else "gaussian"
+        return structs.replace(plain, seed=case.seed + 1, scale=1.5 * case.softmax_scale, data=regime)
     if case.earlier == "other-strides":
         return structs.replace(plain, layout="contiguous" if case.layout == "transposed" else "transposed")
     if case.earlier == "other-dtype":

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from attnprobe.config import Case
+from attnprobe.config import Case, canonical
 from attnprobe.device.cpu import cpu_device
 from attnprobe.probe.config_file import read_configs
 from attnprobe.probe.plan import Plan, plan_of_configs
-from attnprobe.run.journal import Header, Journal
+from attnprobe.run.journal import Entry, Header, Journal
 from attnprobe.run.protocol import Outcome
 from attnprobe.run.scan import Present, Scan
 from attnprobe.verdict import Verdict
@@ -72,3 +72,19 @@ def test_cut_off_anywhere_it_comes_to_the_same(tmp_path: Path) -> None:
         resumed, more = scanned(plan, path, resume=True)
         assert resumed == whole, known
         assert known + more == runs
+
+
+def test_a_journal_has_no_say_in_what_the_plan_skips(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(CONFIGS)
+    plan = plan_of_configs(read_configs(tmp_path / "c.json"), 0)
+    whole, _ = scanned(plan, tmp_path / "whole", resume=False)
+    (bad,) = (backend for backend in whole["backends"] if backend["name"] == "bad")
+    ran = {result["id"] for result in bad["cases"]}
+    skipped = [case for case in plan.cases if case.id not in ran]
+    assert skipped
+    # As when localising, at the end of the scan that was cut off, came upon them.
+    with (tmp_path / "whole").open("ab") as file:
+        for case in skipped:
+            (outcome,) = Answers().run(case, ("bad",))
+            file.write(canonical(Entry(case=case, outcome=outcome)) + b"\n")
+    assert scanned(plan, tmp_path / "whole", resume=True) == (whole, 0)
