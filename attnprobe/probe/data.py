@@ -1,8 +1,8 @@
 """What the inputs look like: Gaussian, and the regimes in which kernels fail that pass on Gaussian data.
 
 Public defects show on scores far below zero, on large ones, on data like real activations and on batch
-entries that differ (see docs/findings.md). Every factor here is an exact power of two or applied once, so
-that the values do not depend on the width of a machine's vectors.
+entries that differ. The same case gives the same bits in every process of one machine; the width of its
+vectors moves last bits, as it does in torch.randn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FAR_BELOW: Final = 110.0
 """How far below zero scores lie: with 512 keys the log-sum-exp of a row is about -103. Kernels that keep
 exp(score) without taking the row's largest off first, in float32, have nothing left below -89."""
+_SIGMAS: Final = 6.0
 LARGE: Final = 40.0
 """Standard deviation of large logits; among a few hundred the largest is over 88, where exp overflows."""
 ALIKE: Final = 0.75
@@ -52,10 +53,13 @@ def _gaussian(case: Case, values: Values, generator: torch.Generator) -> None:
 def _far_below(case: Case, values: Values, generator: torch.Generator) -> None:  # noqa: ARG001
     """Move q and k apart along one direction: every score is lower by `FAR_BELOW`.
 
-    What they have along that direction already would make the scores scatter, and is taken out.
+    What they have along that direction already would make the scores scatter, and is taken out. Where the
+    scale of the case makes them scatter more than by 1, they go lower by that.
     """
     q, k = values[:2]
-    per_channel = (FAR_BELOW / (case.softmax_scale * case.head_dim)) ** 0.5
+    scatter = case.softmax_scale * case.head_dim**0.5
+    depth = FAR_BELOW + _SIGMAS * max(0.0, scatter - 1)
+    per_channel = (depth / (case.softmax_scale * case.head_dim)) ** 0.5
     for tensor, sign in ((q, -1.0), (k, 1.0)):
         tensor.sub_(tensor.mean(-1, keepdim=True)).add_(sign * per_channel)
 

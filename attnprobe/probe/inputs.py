@@ -180,7 +180,7 @@ def _lay_out_grad(case: Case, grad_out: Tensor) -> Tensor:
     one = grad_out.narrow(tokens, 0, 1).narrow(heads, 0, 1)
     if case.grad_out == "scalar":
         one = grad_out.flatten()[:1].reshape([1] * grad_out.dim())
-    return one.expand_as(grad_out)
+    return one.clone().expand_as(grad_out)  # its own memory, as a gradient of a sum or a mean has
 
 
 def _lay_out(case: Case, values: list[Tensor]) -> list[Tensor]:

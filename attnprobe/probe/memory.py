@@ -25,6 +25,10 @@ _BEYOND_SCATTER: Final = 100.0
 """A kernel that scatters is accused of unwritten memory only for what lies this far beyond its scatter."""
 
 
+_LAST_BITS: Final = 16.0
+"""Eps of an output's largest value that the order of a sum may move an element by."""
+
+
 class Breach(Struct, frozen=True):
     """An access outside a tensor: `offset` in bytes from its edge, negative before the start."""
 
@@ -83,8 +87,14 @@ def compare(runs: Sequence[Run]) -> Memory:
     first = runs[0]
     found = Memory({}, {}, {})
     for name, tensor in first.outputs.items():
-        others = [run for run in runs[1:] if not same_bits(tensor, run.outputs[name])]
-        if others:
+        # What nobody asked for may be there once, or have another shape each time.
+        comparable = all(
+            name in run.outputs
+            and run.outputs[name].shape == tensor.shape
+            and run.outputs[name].dtype is tensor.dtype
+            for run in runs
+        )
+        if comparable and not all(same_bits(tensor, run.outputs[name]) for run in runs[1:]):
             _compare(name, runs, found)
     return found
 
@@ -109,12 +119,14 @@ def _compare(name: str, runs: Sequence[Run], found: Memory) -> None:
     depends = torch.zeros_like(differs)
     for head in heads[1:]:
         depends |= bits(head) != bits(tensor)
-    if bool(unsteady.any()):
-        # Chance alone makes settings differ: only what is not finite, or far beyond the scatter, tells.
-        spread = torch.zeros_like(tensor, dtype=torch.float64)
-        for head in heads[1:]:
-            spread = torch.maximum(spread, (head.double() - tensor.double()).abs().nan_to_num(nan=torch.inf))
-        depends &= ~unsteady & (spread > _BEYOND_SCATTER * scatter)
+    # Chance makes settings differ too, and a coin may fall alike under each: only what is not finite, or
+    # far beyond the scatter and the last bits of such values, tells.
+    spread = torch.zeros_like(tensor, dtype=torch.float64)
+    for head in heads[1:]:
+        spread = torch.maximum(spread, (head.double() - tensor.double()).abs().nan_to_num(nan=torch.inf))
+    size = float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if tensor.numel() else 0.0
+    last_bits = _LAST_BITS * torch.finfo(tensor.dtype).eps * size
+    depends &= ~unsteady & (spread > max(_BEYOND_SCATTER * scatter, last_bits))
     if not bool(depends.any()):
         found.unsteady[name] = describe(unsteady | differs)
         return

@@ -43,7 +43,7 @@ class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end,
 def how_it_ended(code: int) -> str:
     """Return an exit code in words: the signal's name, or the code."""
     if code == -signal.SIGXFSZ:
-        return f"died of SIGXFSZ: printed more than {MOST_OUTPUT >> 20} MiB"
+        return f"died of SIGXFSZ: wrote more than {MOST_OUTPUT >> 20} MiB into one file, such as its output"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"died of {signal.Signals(-code).name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -89,7 +90,8 @@ class Scan:
 
     def run(self) -> None:
         """Run the plan, then localise what failed."""
-        self._run_plan()
+        with contextlib.suppress(BudgetSpent):  # spent while a death was being localised
+            self._run_plan()
         self._localise()
         self._account.finished_all = self._account.executed == len(self.plan.cases)
         self._account.localised = self._account.localised and self._account.finished_all

@@ -80,7 +80,9 @@ def test_printing_without_end_is_a_crash_in_words(talkative: Matrix) -> None:
     dead = with_verdict(backend, Verdict.CRASHED)
     assert dead
     limit = f"{MOST_OUTPUT >> 20} MiB"
-    assert {result.detail["how"] for result in dead} == {f"died of SIGXFSZ: printed more than {limit}"}
+    assert {result.detail["how"] for result in dead} == {
+        f"died of SIGXFSZ: wrote more than {limit} into one file, such as its output"
+    }
     assert {result.detail["said"] for result in dead} <= {"all work and no play"} | {
         "all work and no play"[:end] for end in range(1, 20)
     }
