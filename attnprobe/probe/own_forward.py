@@ -30,12 +30,14 @@ MOST_CALLS: Final = 64
 def weights(case: Case, tensors: Tensors, backend: Any, q: Tensor | None = None) -> Tensor | None:
     """Return the weight of each key in each row, (B, H, S_q, S_kv) in the dtype of the case.
 
-    None for packed sequences and where it would take too many calls. `q` replaces the case's own.
+    None for packed sequences, where it would take too many calls, and where a call is refused or returns
+    something else. `q` replaces the case's own.
     """
     columns = case.head_dim_v
     if tensors.lengths_q is not None or case.seqlen_kv > columns * MOST_CALLS:
         return None
     forward = structs.replace(case, pass_="forward", needs_grad="none", grad_out="contiguous")
+    rows = (case.batch, case.heads, case.seqlen_q)
     q = tensors.q if q is None else q
     seen = []
     for start in range(0, case.seqlen_kv, columns):
@@ -44,10 +46,14 @@ def weights(case: Case, tensors: Tensors, backend: Any, q: Tensor | None = None)
         index = torch.arange(count, device=v.device)
         v[:, :, start + index, index] = 1
         seed_generators(case.seed, q.device)
-        seen.append(backend.run(forward, replace(tensors, q=q, v=v))["out"][..., :count])
-    if not seen:
-        return q.new_zeros((case.batch, case.heads, case.seqlen_q, 0))
-    return torch.cat(seen, dim=-1)
+        try:
+            out = backend.run(forward, replace(tensors, q=q, v=v))["out"]
+        except Exception:  # noqa: BLE001  # it refuses, in whatever way, what the judged run did not ask
+            return None
+        if out.shape != (*rows, columns):
+            return None
+        seen.append(out[..., :count])
+    return torch.cat(seen, dim=-1) if seen else q.new_zeros((*rows, 0))
 
 
 def gradients(p: Tensor, expected: Reference, *, dead_to_scores: bool) -> Results:

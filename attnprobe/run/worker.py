@@ -6,7 +6,6 @@ it prints goes to a file, not into the conversation.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
@@ -177,11 +176,9 @@ class Worker:
         def own() -> torch.Tensor | None:
             nonlocal late
             start = time.perf_counter()
-            with contextlib.suppress(Exception):
-                found = weights(case, tensors, backend) if not case.dropout else None
-                late += time.perf_counter() - start
-                return found
-            return None
+            found = weights(case, tensors, backend) if not case.dropout else None
+            late += time.perf_counter() - start
+            return found
 
         try:
             with _Timer(seconds, "reference"):

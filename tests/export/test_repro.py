@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from attnprobe.matrix.schema import Matrix, Result
     from tests.export.conftest import MatrixOf, RunScript
 
+pytestmark = pytest.mark.slow  # real scans and the scripts of what they find
+
 PLAIN = """
 - {head_dim: 8, heads: 2, seqlen_q: 4}
 - {head_dim: 8, heads: 2, seqlen_q: 4, mask: float, masked_rows: finfo-min}

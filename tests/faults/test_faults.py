@@ -278,6 +278,7 @@ for name in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 def test_the_deadly_ones_end_as_they_say(tmp_path: Path) -> None:
     module = tmp_path / "functions.py"
     write_module(module, 3)
