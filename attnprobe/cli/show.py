@@ -39,6 +39,7 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
     import msgspec
 
     from attnprobe.axes import levels_of
+    from attnprobe.report.words import detail_lines
 
     case = matrix.case(case_id)
     if case is None:
@@ -77,25 +78,5 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
         ran = f", ran {result.kernel}" if result.kernel else ""
         under = f", rule {' '.join(covering[name])}" if covering[name] else ""
         click.echo(f"{name}: {result.verdict.value} ({result.evidence.value}{ran}{under})")
-        for line in _lines(result.detail):
+        for line in detail_lines(result.detail):
             click.echo(f"  {line}")
-
-
-def _lines(detail: dict[str, object]) -> list[str]:
-    """Return a result's detail as lines: one a tensor."""
-    lines = []
-    for check, found in detail.items():
-        if not isinstance(found, dict):
-            lines.append(f"{check}: {found}")
-            continue
-        for name, facts in found.items():
-            if isinstance(facts, dict):
-                where = facts.get("where")
-                text = f"{facts.get('elements')} of {facts.get('of')} elements"
-                text += f" ({where})" if where else ""
-                rest = {k: v for k, v in facts.items() if k not in {"elements", "of", "where"}}
-                text += "".join(f", {key} {value}" for key, value in rest.items())
-                lines.append(f"{name} {check}: {text}")
-            else:
-                lines.append(f"{name} {check}: {facts}")
-    return lines

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from attnprobe.axes import AXIS, levels_of
 from attnprobe.export._bounds import beyond_the_script
-from attnprobe.report.words import conditions
+from attnprobe.report.words import conditions, detail_lines
+from attnprobe.text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnprobe.config import Case
     from attnprobe.export._calls import Snippet
     from attnprobe.export._choose import Subject
@@ -44,7 +43,7 @@ def header(subject: Subject, call: Snippet, kind: str) -> list[str]:
         "found by": f"{subject.generator}, case {subject.case.id}",
         "": _command(subject),
         "kernel": subject.result.kernel,
-        "seen": "; ".join(_seen(subject)),
+        "seen": "; ".join(detail_lines(subject.result.detail)),
         "right there": ", ".join(subject.right),
     }
     for name, said in facts.items():
@@ -98,17 +97,9 @@ def _command(subject: Subject) -> str:
     return f"attnprobe scan {what}{seed} --backend {name}"
 
 
-def _seen(subject: Subject) -> Iterator[str]:
-    """Yield the figures of the scan, one result each."""
-    from attnprobe.cli.show import _lines  # one way to say them
-
-    yield from _lines(subject.result.detail)
-
-
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
-    text = "".join(c if c.isprintable() else "?" for c in text)
     return textwrap.wrap(
-        text,
+        printable(text),
         _WIDTH,
         initial_indent=first,
         subsequent_indent=rest,

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -58,7 +59,7 @@ def build() -> Path | str:
     try:
         return _build()
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"[:_SAID]
+        return _without_folders(f"{type(error).__name__}: {error}")
 
 
 def _build() -> Path | str:
@@ -168,4 +169,9 @@ def _first_error(said: bytes, code: int) -> str:
     """Return the line that says most: the first with "error" in it, or the first."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     best = next((line for line in lines if "error" in line.lower()), lines[0] if lines else f"code {code}")
-    return best[:_SAID]
+    return _without_folders(best)
+
+
+def _without_folders(words: str) -> str:
+    """Return words with the names of files alone: they go into a matrix, which holds no paths."""
+    return re.sub(r"[^\s'\"]*/", "", words)[:_SAID]

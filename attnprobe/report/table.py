@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from attnprobe.report.words import evidence_text, rule_text
+from attnprobe.text import printable
 from attnprobe.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -46,16 +47,11 @@ class Table:
         return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
 
 
-def _plain(text: str) -> str:
-    """Return text that cannot steer a terminal; a matrix may come from anywhere."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def _head(console: Console, matrix: Matrix) -> None:
     for device in matrix.devices:
         facts = [device.kind, *([f"{device.cores} cores"] if device.cores else [])]
         facts += [f"SM {device.sm}"] if device.sm else []
-        console.print(_plain(f"{device.name} ({', '.join(facts)})"))
+        console.print(printable(f"{device.name} ({', '.join(facts)})"))
     for run in matrix.runs:
         strength = {3: "every triple", 2: "every pair"}.get(run.strength, "less than every pair")
         state = "complete" if run.complete else "incomplete"
@@ -88,16 +84,16 @@ def _backends(console: Console, matrix: Matrix) -> None:
         console.print(table)
     for backend in matrix.backends:
         if backend.status == "absent":
-            console.print(_plain(f"{backend.name}: not here: {backend.reason}"), soft_wrap=True)
+            console.print(printable(f"{backend.name}: not here: {backend.reason}"), soft_wrap=True)
     console.print()
 
 
 def _name(backend: Backend) -> str:
-    return _plain(backend.name)
+    return printable(backend.name)
 
 
 def _version(backend: Backend) -> str:
-    return _plain(" ".join(f"{m.name} {m.version}" for m in backend.materials[-1:]))
+    return printable(" ".join(f"{m.name} {m.version}" for m in backend.materials[-1:]))
 
 
 def _style(verdict: Verdict) -> str:
@@ -119,7 +115,7 @@ def _rules(console: Console, matrix: Matrix) -> None:
         for backend, rule in found:
             details = {result.id: result.detail for result in backend.cases}
             said = rule_text(rule, details.get(rule.witness, {}), lengths.get(rule.witness, 0))
-            console.print(_plain(f"  {backend.name}, {said}"), soft_wrap=True)
+            console.print(printable(f"  {backend.name}, {said}"), soft_wrap=True)
             where = f"    case {rule.witness}; {evidence_text(rule)}"
             console.print(where, soft_wrap=True, style="dim")
         console.print()
@@ -138,7 +134,7 @@ def _traits(console: Console, matrix: Matrix) -> None:
     for name, trait, value in rows:
         by_choice.setdefault((trait, value), []).append(name)
     for (trait, value), names in sorted(by_choice.items()):
-        console.print(_plain(f"  {trait}: {value} ({', '.join(names)})"), soft_wrap=True)
+        console.print(printable(f"  {trait}: {value} ({', '.join(names)})"), soft_wrap=True)
     console.print()
 
 

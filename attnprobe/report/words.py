@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from attnprobe.axes import AXIS, Level
 from attnprobe.matrix.schema import OUTPUTS, Rule
+from attnprobe.text import printable
 from attnprobe.verdict import Verdict
 
 _WORDS: Final[dict[tuple[str, Level], str]] = {
@@ -166,3 +167,26 @@ def evidence_text(rule: Rule) -> str:
     if not rule.localised:
         parts.append("not localised")
     return "; ".join(parts)
+
+
+def detail_lines(detail: Mapping[str, Any]) -> list[str]:
+    """Return a result's detail as printable lines: one a tensor."""
+    lines = []
+    for check, found in detail.items():
+        if check == "bounds":
+            lines += [f"bounds: {breach_text(breach)}" for breach in found]
+        elif not isinstance(found, dict):
+            lines.append(f"{check}: {found}")
+        else:
+            lines += [f"{name} {check}: {_facts(facts)}" for name, facts in found.items()]
+    return [printable(line) for line in lines]
+
+
+def _facts(facts: object) -> str:
+    """Return what is known of one tensor: how many elements, where, and by how much."""
+    if not isinstance(facts, dict) or "elements" not in facts:
+        return str(facts)
+    where = facts.get("where")
+    text = f"{facts.get('elements')} of {facts.get('of')} elements" + (f" ({where})" if where else "")
+    rest = {key: value for key, value in facts.items() if key not in {"elements", "of", "where"}}
+    return text + "".join(f", {key} {value}" for key, value in rest.items())

@@ -6,11 +6,9 @@ import contextlib
 import os
 import select
 import socket
-from typing import IO, Final
+from typing import IO
 
-from attnprobe.run.protocol import Reply, Request, printable, receive_reply, send
-
-_SAID: Final = 300
+from attnprobe.run.protocol import Reply, Request, last_line, receive_reply, send
 
 
 class WorkerHandle:
@@ -39,11 +37,7 @@ class WorkerHandle:
 
     def said(self) -> str:
         """Return the last line that was printed since the last request."""
-        size = os.fstat(self._output.fileno()).st_size
-        start = max(self._mark, size - 4096)
-        text = os.pread(self._output.fileno(), max(size - start, 0), start).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1])[:_SAID] if lines else ""
+        return last_line(self._output.fileno(), self._mark)
 
     def close(self) -> None:
         """Close the channel and forget the output."""

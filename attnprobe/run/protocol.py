@@ -7,6 +7,7 @@ travel over SOCK_SEQPACKET sockets, which keep their borders.
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any, Final
 
@@ -15,10 +16,15 @@ from msgspec import Struct
 
 from attnprobe.config import Case
 from attnprobe.matrix.schema import Material
+from attnprobe.text import printable
 from attnprobe.verdict import Evidence, Verdict
 
 LARGEST: Final = 1 << 17
 """Bytes of the largest message; details are cut before they reach it."""
+_WORDS: Final = 300
+"""Characters of a library's message that are kept."""
+_TAIL: Final = 4096
+"""Bytes at the end of what was printed among which the last line is looked for."""
 
 
 class Describe(Struct, frozen=True, tag="describe"):
@@ -138,9 +144,18 @@ _FROM_ZYGOTE: Final = msgspec.json.Decoder(Ready | Spawned | Exited)
 _ENCODER: Final = msgspec.json.Encoder()
 
 
-def printable(text: str) -> str:
-    """Return a library's words without what would steer a terminal or break an encoding."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+def words(text: str) -> str:
+    """Return what a library says, printable and cut to a bearable length."""
+    return printable(text)[:_WORDS]
+
+
+def last_line(fd: int, since: int) -> str:
+    """Return the last line in a file from offset `since` on, as `words` leaves it, or ""."""
+    size = os.fstat(fd).st_size
+    start = max(since, size - _TAIL)
+    text = os.pread(fd, size - start, start).decode(errors="replace") if size > start else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return words(lines[-1]) if lines else ""
 
 
 def send(channel: socket.socket, message: Struct) -> None:

@@ -235,6 +235,7 @@ class Scan:
         self._confirmed.add((name, seen.id))
         if self._over(1.0):
             raise BudgetSpent
+        self.journal.launch(seen.case, (name,))
         launched = self.supervisor.run(seen.case, (name,), self._account.seconds, fresh=True)
         alone = next(iter([*launched]), None)
         if alone is None or alone.verdict.fails:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import warnings
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -39,14 +39,12 @@ from attnprobe.run.protocol import (
     Outcome,
     RunCase,
     Skipped,
-    printable,
+    last_line,
     receive_request,
     send,
+    words,
 )
 from attnprobe.verdict import Evidence, Verdict
-
-_WORDS: Final = 300
-"""Characters of a library's message that are kept."""
 
 
 def main(channel: socket.socket, device_name: str) -> None:
@@ -248,17 +246,15 @@ class _Printed:
 
     @staticmethod
     def _size() -> int:
+        """Return how much has been printed, what still lay in buffers included."""
         sys.stdout.flush()
         ctypes.CDLL(None).fflush(None)
         return os.fstat(1).st_size
 
     def last_line(self) -> str:
         """Return the last line that was printed, cut to a bearable length, or ""."""
-        size = self._size()
-        start = max(self._mark, size - 4096)
-        text = os.pread(1, size - start, start).decode(errors="replace") if size > start else ""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1])[:_WORDS] if lines else ""
+        self._size()
+        return last_line(1, self._mark)
 
 
 class _Timer:
@@ -278,4 +274,4 @@ class _Timer:
 def _words(error: BaseException) -> str:
     """Return what an exception says, its first line, cut to a bearable length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return printable(f"{type(error).__name__}: {lines[0] if lines else ''}")[:_WORDS]
+    return words(f"{type(error).__name__}: {lines[0] if lines else ''}")

@@ -606,8 +606,9 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         found = build()
-        if isinstance(found, str):
-            pytest.skip(found)
+        if found in {"no C compiler", "not Linux"}:
+            pytest.skip(str(found))  # the fallback has tests of its own
+        assert isinstance(found, Path), found
         host = Host(environment())
     yield host
     host.close()

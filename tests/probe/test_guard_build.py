@@ -97,7 +97,7 @@ def test_a_compiler_that_fails_says_why(cache: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(guard_build, "SOURCE", broken)
     found = build()
     assert isinstance(found, str)
-    assert found.startswith("the C compiler says: ")
+    assert found.startswith("the C compiler says: broken.c:")
     assert found.endswith("no such machine")
     assert list(cache.iterdir()) == []
 

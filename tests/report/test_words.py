@@ -7,7 +7,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from attnprobe.axes import AXES, AXIS, Level
 from attnprobe.matrix.schema import Matrix, Rates, Rule
-from attnprobe.report.words import conditions, consequence, evidence_text, rule_text
+from attnprobe.report.words import conditions, consequence, detail_lines, evidence_text, rule_text
 from attnprobe.verdict import Verdict
 
 
@@ -102,3 +102,29 @@ def test_evidence() -> None:
 def test_one_case_is_one_case() -> None:
     assert evidence_text(rule(failing=1)) == "1 case"
     assert rule_text(rule(cases=("a",)), {}, 0) == "1 exact case: wrong"
+
+
+def test_the_lines_of_a_detail_name_tensors_and_accesses() -> None:
+    detail = {
+        "bounds": [
+            {"where": "k", "access": "read", "offset": 3, "count": 1},
+            {"where": "packed q, k, v", "access": "write", "offset": -4, "count": 4},
+        ],
+        "wrong": {"dq": {"elements": 2, "of": 8, "where": "row 0 of 4", "error": 0.5}},
+        "contract": {"dk": "not returned"},
+        "how": "died of SIGFPE",
+    }
+    assert detail_lines(detail) == [
+        "bounds: read 4 bytes past the end of k",
+        "bounds: write 4 bytes before the start of packed q, k, v",
+        "dq wrong: 2 of 8 elements (row 0 of 4), error 0.5",
+        "dk contract: not returned",
+        "how: died of SIGFPE",
+    ]
+
+
+def test_a_detail_cannot_steer_a_terminal() -> None:
+    assert detail_lines({"says": "\x1b[31mred", "wrong": {"d\x07q": "\x9b1m"}}) == [
+        "says: ?[31mred",
+        "d?q wrong: ?1m",
+    ]
