@@ -192,4 +192,5 @@ class Zygote:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    # Nothing is left to do, and libraries that backends imported have words of their own at an orderly exit.
+    os._exit(main(sys.argv[1:]))
