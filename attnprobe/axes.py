@@ -4,8 +4,9 @@ The only place that declares an axis. The planner covers these levels, the matri
 selector asks by them, and docs/axes.md is generated from them.
 
 Every axis partitions its values: each case falls on exactly one level. A level is *special* where whole
-libraries refuse it or are known to fail on it; the planner keeps specials apart from each other, because
-a refused case says nothing about the other axis values in it.
+libraries refuse it, are known to fail on it, or where most faults do no harm (a softmax over one key is 1,
+whatever the scores); the planner keeps specials apart from each other, because such a case says little
+about the other axis values in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from attnprobe.config import Case
+from attnprobe.lengths import LENGTHS, LONG, SPELLING, length_level, order, orders, representatives
 
 Level = str | int
 At = Mapping[str, Level]
@@ -42,20 +44,9 @@ class Constraint(Struct, frozen=True):
 
 
 HEAD_DIMS: Final[tuple[int, ...]] = (*range(8, 257, 8), 512)
-LENGTHS: Final = ("0", "1", "odd", "even", "x32", "x64", "x128", "long")
-LONG: Final = 512
 WORK_CAP: Final = LONG * (LONG + 1) * 512
 """Most multiply-adds (B x H x S_q x S_kv x D) a planned case may ask for: two different long lengths
 at the largest head dim, one head, one batch entry."""
-
-_LENGTH_SPELLING: Final = {
-    "odd": "3 to 511, odd",
-    "even": "2 to 510, even, no multiple of 32",
-    "x32": "32 or 96 modulo 128, below 512",
-    "x64": "64 modulo 128, below 512",
-    "x128": "multiple of 128, below 512",
-    "long": "512 and more",
-}
 
 
 AXES: Final[tuple[Axis, ...]] = (
@@ -81,16 +72,16 @@ AXES: Final[tuple[Axis, ...]] = (
         LENGTHS,
         "x128",
         "query length",
-        special=frozenset({"0"}),
-        spelling=_LENGTH_SPELLING,
+        special=frozenset({"0", "1"}),
+        spelling=SPELLING,
     ),
     Axis(
         "seqlen_kv",
         LENGTHS,
         "x128",
         "key length",
-        special=frozenset({"0"}),
-        spelling=_LENGTH_SPELLING,
+        special=frozenset({"0", "1"}),
+        spelling=SPELLING,
     ),
     Axis(
         "seqlen_order",
@@ -209,40 +200,15 @@ AXIS: Final[dict[str, Axis]] = {axis.name: axis for axis in AXES}
 
 _BOOL: Final = frozenset({"bool", "bool-broadcast"})
 _FLOAT: Final = frozenset({"float", "float-broadcast"})
-_ORDER: Final = {name: rank for rank, name in enumerate(LENGTHS)}
-
-# Concrete lengths per level. Several each, so that a level is not one number.
-_REPRESENTATIVES: Final[dict[Level, tuple[int, ...]]] = {
-    "0": (0,),
-    "1": (1,),
-    "odd": (7, 33, 97, 129, 193),
-    "even": (10, 34, 66, 130, 200),
-    "x32": (32, 96, 160),
-    "x64": (64, 192),
-    "x128": (128, 256),
-    "long": (512, 513, 640, 800),
-}
-
-
-def _orders(q: Level, kv: Level) -> frozenset[str]:
-    """Return the orders that some pair of representatives of the two levels shows."""
-    pairs = ((a, b) for a in _REPRESENTATIVES[q] for b in _REPRESENTATIVES[kv])
-    return frozenset(order(a, b) for a, b in pairs)
-
-
-def order(seqlen_q: int, seqlen_kv: int) -> str:
-    """Return the level of `seqlen_order` for two lengths."""
-    if seqlen_q == seqlen_kv:
-        return "equal"
-    return "q-shorter" if seqlen_q < seqlen_kv else "q-longer"
 
 
 def _fits(  # noqa: PLR0913, PLR0917  # one argument an axis
     q: Level, kv: Level, head_dim: Level, dim_v: Level, heads: Level, batch: Level
 ) -> bool:
     """Whether the smallest lengths of two levels keep a case under the cap; equal levels may differ."""
-    shortest = _REPRESENTATIVES[q][0]
-    other = _REPRESENTATIVES[kv][min(1, len(_REPRESENTATIVES[kv]) - 1) if q == kv else 0]
+    shortest = representatives(q)[0]
+    others = representatives(kv)
+    other = others[min(1, len(others) - 1) if q == kv else 0]
     dim = max(int(head_dim), head_dim_v(int(head_dim), dim_v))
     count = {"equal": 1, "grouped": 4, "one-kv": 3}[str(heads)] * (2 if batch == "more" else 1)
     # One head may take the whole cap, several share half of it.
@@ -279,7 +245,7 @@ CONSTRAINTS: Final[tuple[Constraint, ...]] = (
     ),
     Constraint(
         ("seqlen_q", "seqlen_kv", "seqlen_order"),
-        lambda q, kv, order_: order_ in _orders(q, kv),
+        lambda q, kv, order_: order_ in orders(q, kv),
         "two lengths are in one order",
     ),
     Constraint(
@@ -327,21 +293,6 @@ def head_dim_v(head_dim: int, level: Level) -> int:
     if level == "smaller":
         return max(HEAD_DIMS[0], head_dim // 2 // 8 * 8)
     return head_dim + max(64, head_dim // 4 // 8 * 8)
-
-
-def length_level(length: int) -> str:
-    """Return the level that a sequence length falls on."""
-    if length in {0, 1}:
-        return str(length)
-    if length >= LONG:
-        return "long"
-    if length % 128 == 0:
-        return "x128"
-    if length % 64 == 0:
-        return "x64"
-    if length % 32 == 0:
-        return "x32"
-    return "odd" if length % 2 else "even"
 
 
 def levels_of(case: Case) -> dict[str, Level]:
@@ -396,8 +347,3 @@ def first_violated(at: At, leaving_out: frozenset[tuple[str, ...]] = frozenset()
         ):
             return constraint
     return None
-
-
-def representatives(level: Level) -> tuple[int, ...]:
-    """Return the concrete lengths that stand for a level of `seqlen_q` or `seqlen_kv`."""
-    return _REPRESENTATIVES[level]

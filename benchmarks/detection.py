@@ -1,6 +1,6 @@
 """What a scan finds of attention functions that are known to be faulty, and whom it accuses wrongly.
 
-    python benchmarks/detection.py [--level quick] [--seed 0] [--seeds 3] [--kinds 1 2] [--format markdown]
+    python benchmarks/detection.py [--level quick] [--seed 0] [--seeds 3] [--kinds 1 2] [--faults NAME] [--format markdown]
 
 The functions are those of `tests/faults`: per seed every fault with a trigger drawn from that seed alone, and
 healthy ones. `attnprobe scan` is run on them for real, one scan for each kind: a scan runs the witness of
@@ -189,7 +189,8 @@ def of_seed(
     module = folder / f"functions_{seed}.py"
     faults.write_module(module, seed)
     cases = shown(plan(options.level, seed).cases)
-    found = [Found(one, one.draw(seed)) for one in faults.FAULTS if one.kind in options.kinds]
+    wanted = [one for one in faults.FAULTS if one.kind in options.kinds]
+    found = [Found(one, one.draw(seed)) for one in wanted if one.name in (options.faults or (one.name,))]
     alarms: list[str] = []
     seconds: dict[int, float] = {}
     for kind in options.kinds:
@@ -305,6 +306,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--kinds", type=int, nargs="+", default=[HEALTHY, *library().KINDS])
+    parser.add_argument("--faults", nargs="+", help="only these; a level holds the cases of those below it")
     parser.add_argument("--format", choices=("text", "markdown"), default="text")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--keep", type=Path, help="keep modules and matrices in this folder")

@@ -16,19 +16,16 @@ from attnprobe.axes import (
     AXIS,
     CONSTRAINTS,
     HEAD_DIMS,
-    LENGTHS,
     WORK_CAP,
     Constraint,
     Level,
     allowed,
     first_violated,
     head_dim_v,
-    length_level,
     levels_of,
-    order,
-    representatives,
 )
 from attnprobe.config import Case
+from attnprobe.lengths import LENGTHS, length_level, order, representatives
 
 PLAIN: Final[dict[str, Level]] = {axis.name: axis.plain for axis in AXES}
 

@@ -115,6 +115,8 @@ def _from_file(path: Path) -> tuple[Any, Material]:
 
 
 def _from_package(place: str) -> tuple[Any, Material]:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: nothing there may stand before an installed library
     module = importlib.import_module(place)
     version = str(getattr(module, "__version__", "unknown"))
     return module, Material(name=place.partition(".")[0], version=version)

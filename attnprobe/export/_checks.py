@@ -100,13 +100,13 @@ _DEAD: Final = '''
               |    every, none = torch.ones_like(dead), torch.zeros_like(dead)
               |    nan = dead & out.isnan().all(-1, keepdim=True)
               |    left = dead & ~nan & ~(out == 0).all(-1, keepdim=True)
-              |    made_of = {}
+              |    fits = {}
               |    for name, other in (("uniform", "softmax"), ("softmax", "uniform")):
               |        right, tolerance = expected({name: every, other: none})
-              |        fits = ((out - right["out"]).abs() <= tolerance["out"]).all(-1, keepdim=True)
-              |        made_of[name] = left & fits
-              |        left = left & ~fits
-              |    return made_of, nan
+              |        fits[name] = left & ((out - right["out"]).abs() <= tolerance["out"]).all(-1, keepdim=True)
+              |    # A row that fits both is of the kind that more rows fit.
+              |    one, other = sorted(fits, key=lambda name: -int(fits[name].sum()))
+              |    return {one: fits[one], other: fits[other] & ~fits[one]}, nan
 '''
 
 _VALUES: Final = """
@@ -145,9 +145,21 @@ RATE: Final = """
               |kept = read_weights($zero_q) > 0
 hidden        |kept = kept[(~hidden).expand_as(kept)]
               |dropped = 1 - float(kept.double().mean())
-              |chance = 6 * ($rate * (1 - $rate) / kept.numel()) ** 0.5 + 1 / 256
+              |chance = 6 * ($rate * (1 - $rate) / kept.numel()) ** 0.5 + 12 / kept.numel() + 1 / 256
               |print(f"dropout: {dropped:.4f} of what is visible was dropped, not $rate; chance makes {chance:.4f}")
               |end("the dropout rate is another" if abs(dropped - $rate) > chance else "")
+"""
+
+ALIKE: Final = """
+              |kept = read_weights($zero_q) > 0
+              |masks = kept.unbind($axis)
+!hidden       |alike = [torch.equal(masks[0], other) for other in masks[1:]]
+hidden        |# Where a score is hidden from one of two, it says nothing of either.
+hidden        |unseen = hidden.expand_as(kept).unbind($axis)
+hidden        |pairs = zip(masks[1:], unseen[1:], strict=True)
+hidden        |alike = [bool(((masks[0] == other) | unseen[0] | no).all()) for other, no in pairs]
+              |print(f"dropout: {sum(alike)} of {len(alike)} other $alike have the mask of the first")
+              |end("one dropout mask for several $alike" if any(alike) else "")
 """
 
 CONTRACT: Final = """

@@ -46,11 +46,12 @@ def outliers(q, k, v, grad_out, numbers):
     """Make tokens alike, and channels differ by powers of two; the largest is the same in q and k."""
     exponents = torch.tensor({data.SPREAD}, dtype=torch.float32)
     largest = int(torch.randint(1 << 16, (), generator=numbers))
-    for tensor in (q, k, v, grad_out):
+    tops = {{q: {data.OUTLIER}, k: {data.OUTLIER}, v: {data.OUTLIER_OF_V}, grad_out: {data.OUTLIER}}}
+    for tensor, top in tops.items():
         width = tensor.shape[-1]
         common = torch.randn(width, generator=numbers)
         drawn = exponents[torch.randint({len(data.SPREAD)}, (width,), generator=numbers)]
-        drawn[largest % width] = {data.OUTLIER}
+        drawn[largest % width] = top
         tensor.mul_({1 - data.ALIKE}).add_(common, alpha={data.ALIKE}).mul_(torch.exp2(drawn))
 '''
 

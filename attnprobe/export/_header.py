@@ -20,6 +20,7 @@ _SAID: Final = {
     "values": "compares the call with float64",
     "own": "compares the gradients with those that follow from the weights of the backend's own forward",
     "rate": "counts what dropout drops",
+    "alike": "compares what dropout drops in one and in another",
     "contract": "looks at the shapes and dtypes that come back",
     "changed": "looks whether the call changes its inputs",
     "memory": "makes the call on memory that holds NaN and on memory that holds a number, and compares bits",

@@ -31,6 +31,7 @@ def bits(tensor):
 '''
 _AXES: Final = ("batch entries", "heads", "rows", "columns")
 _PACKED_AXES: Final = ("tokens", "heads", "columns")
+_OF_DROPOUT: Final = {"rate": checks.RATE, "alike": checks.ALIKE}
 _REPEATS: Final = 20
 _LIMIT: Final = 60
 
@@ -51,7 +52,7 @@ def kind_of(subject: Subject) -> str:
         named = {"contract": "contract", "inputs changed": "changed", "dropout": "rate"}
         for key, kind in named.items():
             if key in result.detail:
-                return kind
+                return "alike" if "alike" in result.detail[key] else kind
         return "own" if "against" in result.detail else "values"
     return {
         Verdict.OK: "values",
@@ -91,7 +92,7 @@ class _Script:
         self.flags |= {"seed"} if self.case.dropout or self.call.draws else set()
         self.given = inputs_of(self.case)
         self.earlier = ""
-        self.judged = self.kind in {"values", "own", "rate"}
+        self.judged = self.kind in {"values", "own", *_OF_DROPOUT}
 
     def lines(self) -> list[str]:
         """Return the lines of the script."""
@@ -169,7 +170,7 @@ class _Script:
             lines += ["", f"def attention({called}):", '    """Make the forward call alone."""']
             lines += [*(f"    {line}".rstrip() for line in self.call.forward), ""]
         lines += ["", *checks.END.strip("\n").replace("              |", "").splitlines(), ""]
-        if self.kind not in {"contract", "call", "rate", "death", "bounds"}:
+        if self.kind not in {"contract", "call", "death", "bounds", *_OF_DROPOUT}:
             packed = self.case.layout == "varlen" and not self.judged
             where = Template(checks.WHERE).substitute(
                 axes=repr(_PACKED_AXES if packed else _AXES).replace("'", '"')
@@ -204,7 +205,7 @@ class _Script:
         if not self.judged:
             return ["", *lines]
         reference = _expected.lines(self.features)
-        if self.kind == "rate":
+        if self.kind in _OF_DROPOUT:
             reference = reference[
                 : next(i for i, line in enumerate(reference) if line.startswith(("@", "def over")))
             ]
@@ -249,8 +250,10 @@ class _Script:
     def _verdict(self) -> list[str]:
         if self.kind in {"values", "own"}:
             return checks.values(self.flags, **self._words())[1]
-        if self.kind == "rate":
-            return fill(checks.RATE, self.flags, **self._words())
+        if self.kind in _OF_DROPOUT:
+            told = self.subject.result.detail["dropout"].get("alike", "")
+            words = {"alike": told, "axis": int(told == "heads")}
+            return fill(_OF_DROPOUT[self.kind], self.flags, **words, **self._words())
         if self.kind == "contract":
             likes = ", ".join(f'"d{name}": {name}' for name in grads(self.case))
             shape = self.names.shapes()["grad_out"].strip("()")

@@ -7,16 +7,19 @@ give the same case, other seeds visit other lengths of the same level.
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Final
 
 from msgspec import structs
 
-from attnprobe.axes import WORK_CAP, At, head_dim_v, length_level, order, representatives
+from attnprobe.axes import WORK_CAP, At, head_dim_v
 from attnprobe.config import Case
+from attnprobe.lengths import length_level, lengths_on, order, representatives
 
-SMALL_WORK: Final = 1 << 22
+SMALL_WORK: Final = 1 << 21
 """Multiply-adds that an ordinary case stays under where its levels allow it."""
 
+_TRIES: Final = 16
 DROPOUT: Final = 0.2
 SOFTCAP: Final = 5.0
 WINDOW: Final = 20
@@ -28,7 +31,7 @@ def concretise(at: At, seed: int = 0) -> Case:
     `at` must satisfy `axes.CONSTRAINTS`; the case falls on exactly these levels, and its work stays
     under `axes.WORK_CAP`.
     """
-    draw = _draw(at, seed)
+    draw = random.Random(_draw(at, seed))  # noqa: S311  # no secret
     dim = int(at["head_dim"])
     dim_v = head_dim_v(dim, at["head_dim_v"])
     heads, heads_kv = {"equal": (2, 2), "grouped": (4, 2), "one-kv": (3, 1)}[str(at["heads"])]
@@ -105,9 +108,8 @@ def _keep_lengths(case: Case, moved: Case, fresh: Case, at: At) -> Case:
         *((case.seqlen_q, kv) for kv in representatives(at["seqlen_kv"])),
         *((q, case.seqlen_kv) for q in representatives(at["seqlen_q"])),
     ):
-        fits = q in (case.seqlen_q, *representatives(at["seqlen_q"]))
         candidate = structs.replace(moved, seqlen_q=q, seqlen_kv=kv)
-        if fits and order(q, kv) == wanted and _on_levels(candidate, at):
+        if order(q, kv) == wanted and _on_levels(candidate, at):
             return candidate
     return structs.replace(moved, seqlen_q=fresh.seqlen_q, seqlen_kv=fresh.seqlen_kv)
 
@@ -121,20 +123,27 @@ def _custom_scale(head_dim: int) -> float:
     return float(round(0.6 * float(head_dim) ** -0.5 * 4096) / 4096)
 
 
-def _lengths(at: At, draw: int, per_score: int) -> tuple[int, int]:
-    """Return two lengths on their levels and in their order, small where possible."""
+def _lengths(at: At, draw: random.Random, per_score: int) -> tuple[int, int]:
+    """Return two lengths on their levels and in their order, small where possible.
+
+    Any of a level, so that what fails for some residue or beyond some length is met; those that stand
+    for the level where few of it are small enough.
+    """
+    for _ in range(_TRIES):
+        q = draw.choice(lengths_on(at["seqlen_q"]))
+        equal = at["seqlen_order"] == "equal"
+        kv = q if equal else draw.choice(lengths_on(at["seqlen_kv"]))
+        if order(q, kv) == at["seqlen_order"] and q * kv * per_score <= SMALL_WORK:
+            return q, kv
     pairs = [
         (q, kv)
         for q in representatives(at["seqlen_q"])
         for kv in representatives(at["seqlen_kv"])
         if order(q, kv) == at["seqlen_order"]
     ]
-    pairs.sort(key=lambda pair: pair[0] * pair[1])
-    small = [pair for pair in pairs if pair[0] * pair[1] * per_score <= SMALL_WORK]
-    capped = [pair for pair in pairs if pair[0] * pair[1] * per_score <= WORK_CAP]
-    if small:
-        return small[draw % len(small)]
-    return capped[draw % min(2, len(capped))] if capped else pairs[0]
+    least = min(q * kv for q, kv in pairs)
+    most = max(SMALL_WORK, min(2 * least * per_score, WORK_CAP))
+    return draw.choice([(q, kv) for q, kv in pairs if q * kv == least or q * kv * per_score <= most])
 
 
 def _draw(at: At, seed: int) -> int:

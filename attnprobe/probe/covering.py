@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from attnprobe.axes import AXES, AXIS, CONSTRAINTS, HEAD_DIMS, WORK_CAP, representatives
+from attnprobe.axes import AXES, AXIS, CONSTRAINTS, HEAD_DIMS, WORK_CAP
+from attnprobe.lengths import representatives
 from attnprobe.probe.plan import ALPHABET, ROWS_FILE
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 _SIZES: Final = [len(axis.levels) for axis in AXES]
 _POSITION: Final = {axis.name: index for index, axis in enumerate(AXES)}
 _SPECIAL: Final = [np.array([level in axis.special for level in axis.levels]) for axis in AXES]
-_PLAIN: Final = [axis.levels.index(axis.plain) for axis in AXES]
 _TRIES: Final = 5
 _WORK_AXES: Final = ("seqlen_q", "seqlen_kv", "head_dim", "heads", "batch")
 _DEARNESS: Final = 20.0
@@ -63,7 +63,8 @@ class Tuples:
         for index in range(len(self.open)):
             fixed = self.levels(index)
             self.open[index] = self.open[index] or space.possible(fixed)
-            self.tier[index] = sum(_SPECIAL[a][v] for a, v in fixed.items())
+            if self.open[index]:
+                self.tier[index] = _tier({**fixed, **space.forced(fixed)})
 
     def of(self, rows: NDArray[Any], axis: int | None = None) -> NDArray[Any]:
         """Return the indices of the tuples in each row, or of those that hold `axis`."""
@@ -77,8 +78,8 @@ class Tuples:
         return np.asarray((self.open[indices] & (self.tier[indices] == tier)).sum(axis=1))
 
     def close(self, row: NDArray[Any]) -> None:
-        """Mark what a row covers: the tuples that hold every special level of it."""
-        tier = sum(int(_SPECIAL[a][v]) for a, v in enumerate(row))
+        """Mark what a row covers: the tuples that need every special level of it."""
+        tier = _tier(dict(enumerate(row)))
         indices = self.of(row[None, :])[0]
         self.open[indices[self.tier[indices] == tier]] = False
 
@@ -106,6 +107,7 @@ class Space:
             self.tables.append((axes, table))
         self._constrained = sorted({a for axes, _ in self.tables for a in axes})
         self._known: dict[tuple[tuple[int, int], ...], bool] = {}
+        self._forced: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
     def valid(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Whether each full row meets every constraint."""
@@ -140,10 +142,29 @@ class Space:
 
     def possible(self, fixed: dict[int, int]) -> bool:
         """Whether some valid row holds these levels."""
-        key = tuple(sorted((a, v) for a, v in fixed.items() if a in self._constrained))
+        key = self._key(fixed)
         if key not in self._known:
             self._known[key] = self.complete(dict(key), None, None) is not None
         return self._known[key]
+
+    def forced(self, fixed: dict[int, int]) -> dict[int, int]:
+        """Return the fewest special levels that any valid row holds beside these possible ones."""
+        key = self._key(fixed)
+        if key not in self._forced:
+            free = [a for a in self._constrained if a not in fixed]
+            specials = [(a, int(v)) for a in free for v in np.flatnonzero(_SPECIAL[a])]
+            self._forced[key] = next(
+                dict(more)
+                for count in range(len(specials) + 1)
+                for more in itertools.combinations(specials, count)
+                if len(dict(more)) == count
+                and self.complete({**dict(key), **dict(more)}, 0, None) is not None
+            )
+        return self._forced[key]
+
+    def _key(self, fixed: dict[int, int]) -> tuple[tuple[int, int], ...]:
+        """Return the levels that constraints know of."""
+        return tuple(sorted((a, v) for a, v in fixed.items() if a in self._constrained))
 
     def complete(
         self, fixed: dict[int, int], tier: int | None, random: np.random.Generator | None
@@ -169,6 +190,11 @@ class Space:
         return None
 
 
+def _tier(levels: dict[int, int]) -> int:
+    """Return how many of these levels are special."""
+    return sum(int(_SPECIAL[a][v]) for a, v in levels.items())
+
+
 def _grow(  # noqa: PLR0913, PLR0917  # the state of one search
     fixed: dict[int, int],
     target: Tuples,
@@ -176,12 +202,11 @@ def _grow(  # noqa: PLR0913, PLR0917  # the state of one search
     space: Space,
     random: np.random.Generator,
     seen: list[NDArray[Any]],
-) -> tuple[float, NDArray[Any]] | None:
-    """Return a row that holds `fixed` and covers much, with its score; None where none exists."""
+) -> tuple[float, NDArray[Any]]:
+    """Return a row that holds `fixed`, no other special level, and covers much, with its score."""
     start = space.complete(dict(fixed), 0, random)
-    if start is None:
-        return None
-    tier = sum(int(_SPECIAL[a][v]) for a, v in fixed.items())
+    assert start is not None, "the fixed levels hold what they force"
+    tier = _tier(fixed)
     row = np.zeros(len(AXES), dtype=np.int64)
     for axis in range(len(AXES)):
         ordinary = np.flatnonzero(~_SPECIAL[axis])
@@ -221,45 +246,35 @@ def _work(rows: NDArray[Any]) -> NDArray[Any]:
     )
 
 
-def generate(seed: int = 0) -> tuple[list[str], int, int]:
-    """Return the rows, how many of them cover all pairs, and how many tuples could not be covered."""
+def generate(seed: int = 0) -> tuple[list[str], int]:
+    """Return the rows, and how many of them cover all pairs."""
     random = np.random.default_rng(seed)
     space = Space()
     pairs, triples = Tuples(2, space), Tuples(3, space)
     seen = [np.zeros(size) for size in _SIZES]
     rows: list[NDArray[Any]] = []
-    pair_rows = missed = 0
+    pair_rows = 0
     for target, beyond in ((pairs, triples), (triples, None)):
-        for tier in range(4):
+        for tier in range(int(target.tier.max()) + 1):
             mine = np.flatnonzero(target.open & (target.tier == tier))
             mine = mine[random.permutation(len(mine))]
             for index in mine:
                 if not target.open[index]:
                     continue
                 fixed = target.levels(int(index))
+                fixed |= space.forced(fixed)
                 grown = [_grow(fixed, target, beyond, space, random, seen) for _ in range(_TRIES)]
-                found = [g for g in grown if g is not None]
-                if not found:
-                    # Possible only beside another special level: keep it for completeness.
-                    forced = space.complete(dict(fixed), None, None)
-                    assert forced is not None
-                    row = np.array([{**forced, **fixed}.get(a, _PLAIN[a]) for a in range(len(AXES))])
-                    missed += 1
-                else:
-                    row = max(found, key=lambda g: g[0])[1]
+                row = max(grown, key=lambda g: g[0])[1]
                 assert space.valid(row[None, :]).all()
                 rows.append(row)
                 for axis, level in enumerate(row):
                     seen[axis][level] += 1
                 for tuples in (pairs, triples):
                     tuples.close(row)
-                # A tuple that is possible beside another special level only is done with all the same.
-                target.open[index] = False
+                assert not target.open[index]
         if target is pairs:
             pair_rows = len(rows)
-    lines = ["".join(ALPHABET[v] for v in row) for row in rows]
-    # Tuples that are possible only beside other special levels may ask for one row several times.
-    return list(dict.fromkeys(lines)), len(dict.fromkeys(lines[:pair_rows])), missed
+    return ["".join(ALPHABET[v] for v in row) for row in rows], pair_rows
 
 
 def text(rows: list[str], pair_rows: int) -> str:
@@ -270,9 +285,9 @@ def text(rows: list[str], pair_rows: int) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the rows file, or with `--check` compare it."""
-    rows, pair_rows, missed = generate()
+    rows, pair_rows = generate()
     content = text(rows, pair_rows)
-    print(f"{len(rows)} rows, the first {pair_rows} cover all pairs; {missed} forced", file=sys.stderr)  # noqa: T201
+    print(f"{len(rows)} rows, the first {pair_rows} cover all pairs", file=sys.stderr)  # noqa: T201
     if "--check" in arguments:
         return 0 if ROWS_FILE.read_text(encoding="ascii") == content else 1
     ROWS_FILE.write_text(content, encoding="ascii")

@@ -29,6 +29,9 @@ ALIKE: Final = 0.75
 SPREAD: Final = (-5, -4, -3, -2, -1, 0, 1)
 """Exponents of two that channel scales are drawn from; one channel has `OUTLIER`."""
 OUTLIER: Final = 3
+OUTLIER_OF_V: Final = 7
+"""Of v alone: there a sum over a few hundred keys, not yet divided by the sum of their weights, is past the
+largest float16. In q and k it would make every softmax one-hot."""
 
 Values = list["Tensor"]
 
@@ -75,11 +78,11 @@ def _outliers(case: Case, values: Values, generator: torch.Generator) -> None:  
     """Make tokens alike and channels differ by orders of magnitude, the largest the same in q and k."""
     exponents = torch.tensor(SPREAD, dtype=torch.float32)
     largest = int(torch.randint(1 << 16, (), generator=generator))
-    for tensor in values:
+    for tensor, outlier in zip(values, (OUTLIER, OUTLIER, OUTLIER_OF_V, OUTLIER), strict=True):
         width = tensor.shape[-1]
         common = torch.randn(width, generator=generator)
         drawn = exponents[torch.randint(len(SPREAD), (width,), generator=generator)]
-        drawn[largest % width] = OUTLIER
+        drawn[largest % width] = outlier
         tensor.mul_(1 - ALIKE).add_(common, alpha=ALIKE).mul_(torch.exp2(drawn))
 
 

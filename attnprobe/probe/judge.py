@@ -25,7 +25,7 @@ from msgspec import to_builtins
 from attnprobe.probe.memory import agree, compare, same_bits
 from attnprobe.probe.own_forward import gradients
 from attnprobe.probe.reference import dense, is_weak
-from attnprobe.probe.region import describe, size, two_digits
+from attnprobe.probe.region import describe, size
 from attnprobe.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def judge(
     found = _by_contract(case, tensors, runs)
     if found is None:
         memory = compare(runs)
-        found = _by_memory(case, runs, memory) or _by_rate(case, expected)
+        found = _by_memory(case, runs, memory) or _by_dropout(expected)
     if found is None:
         assert expected is not None
         found = _values(case, tensors, runs[0].outputs, expected, own)
@@ -99,14 +99,13 @@ def _by_memory(case: Case, runs: Sequence[Run], memory: Memory) -> Judgement | N
     return None
 
 
-def _by_rate(case: Case, expected: Reference | None) -> Judgement | None:
-    """Return the verdict where there is no reference, or where the rate of dropout is off."""
+def _by_dropout(expected: Reference | None) -> Judgement | None:
+    """Return the verdict where there is no reference, or where the mask of dropout itself is amiss."""
     if expected is None:
         return Judgement(Verdict.INCONCLUSIVE, (), {"values": "no reference"})
-    if expected.rate is None:
+    if expected.dropout is None:
         return None
-    rate = {"asked": case.dropout, "dropped": two_digits(expected.rate, 3)}
-    return Judgement(Verdict.WRONG, ("out",), {"dropout": rate})
+    return Judgement(Verdict.WRONG, ("out",), {"dropout": dict(expected.dropout)})
 
 
 def _bounds(runs: Sequence[Run], memory: Memory) -> dict[str, Any]:
@@ -192,24 +191,29 @@ def _named_values(  # noqa: PLR0913, PLR0917  # one comparison
     got = {name: _dense(name, run[name], tensors).double() for name in names}
     if expected.dead is None:
         return _against(got, expected.expected, expected.tolerance, {})
-    made_of = _classify(got["out"], expected)
-    exempt = _exempt(made_of, got)
-    weighs = bool(made_of.keys() & {"uniform", "softmax"})
-    # A mask that was added passes the gradient on to the scores, one that replaced them does not.
-    tries = []
+    first = None
     weak = False
-    for to_scores in (True, False) if weighs else (True,):
-        wanted, tolerance = expected.expected, expected.tolerance
-        if weighs:
-            extra, slack = expected.of_dead_rows(made_of, to_scores=to_scores)
-            wanted = {name: wanted[name] + extra[name] for name in names}
-            tolerance = {name: tolerance[name] + slack[name] for name in names}
-        tries.append(_against(got, wanted, tolerance, exempt))
-        if not tries[-1].verdict.fails:
+    for made_of in _classify(got["out"], expected):
+        exempt = _exempt(made_of, got)
+        weighs = bool(made_of.keys() & {"uniform", "softmax"})
+        # A mask that was added passes the gradient on to the scores, one that replaced them does not.
+        for to_scores in (True, False) if weighs else (True,):
+            wanted, tolerance = expected.expected, expected.tolerance
+            if weighs:
+                extra, slack = expected.of_dead_rows(made_of, to_scores=to_scores)
+                wanted = {name: wanted[name] + extra[name] for name in names}
+                tolerance = {name: tolerance[name] + slack[name] for name in names}
+            judged = _against(got, wanted, tolerance, exempt)
+            first = first or (judged, made_of)
+            if not judged.verdict.fails:
+                break
+        if not judged.verdict.fails:
             weak = not exempt and is_weak(wanted, tolerance, names)
             break
-    found = tries[0] if tries[-1].verdict.fails else tries[-1]
-    found = _by_own_forward(names, run, expected, own, weak=weak) or found
+    else:
+        assert first is not None
+        judged, made_of = first
+    found = _by_own_forward(names, run, expected, own, weak=weak) or judged
     return _with_trait(case, found, made_of, expected.dead.expand(*got["out"].shape[:3], 1))
 
 
@@ -270,25 +274,35 @@ def _spelled(made_of: dict[str, Tensor], dead: Tensor) -> str:
     return " and ".join(seen) if seen else "none of zeros, NaN, uniform, softmax"
 
 
-def _classify(out: Tensor, expected: Reference) -> dict[str, Tensor]:
-    """Return, for each thing a dead row may be made into, the rows that were, (B, H, S_q, 1) bool."""
+def _classify(out: Tensor, expected: Reference) -> list[dict[str, Tensor]]:
+    """Return, for each thing a dead row may be made into, the rows that were, (B, H, S_q, 1) bool.
+
+    Where values are alike a row may be within tolerance of the average and of the softmax both. Then there
+    are two answers: such rows are of the kind that more rows fit, or of the other.
+    """
     assert expected.dead is not None
     left = expected.dead.expand(*out.shape[:3], 1).clone()
     made_of: dict[str, Tensor] = {}
-
-    def take(name: str, fits: Tensor) -> None:
-        rows = fits & left
+    for name, fits in (("nan", out.isnan()), ("zeros", out == 0)):
+        rows = fits.all(-1, keepdim=True) & left
         if bool(rows.any()):
             made_of[name] = rows
             left.logical_and_(~rows)
-
-    take("nan", out.isnan().all(-1, keepdim=True))
-    take("zeros", (out == 0).all(-1, keepdim=True))
-    for name in ("uniform", "softmax"):
-        if bool(left.any()):
+    fitting = {}
+    if bool(left.any()):
+        for name in ("uniform", "softmax"):
             wanted, tolerance = expected.dead_out(name)
-            take(name, ((out - wanted).abs() <= tolerance).all(-1, keepdim=True))
-    return made_of
+            rows = ((out - wanted).abs() <= tolerance).all(-1, keepdim=True) & left
+            if bool(rows.any()):
+                fitting[name] = rows
+    order = sorted(fitting, key=lambda name: -int(fitting[name].sum()))
+    if len(order) < 2 or not bool((fitting[order[0]] & fitting[order[1]]).any()):  # noqa: PLR2004  # of two
+        return [made_of | fitting]
+    answers = []
+    for one, other in (order, order[::-1]):
+        rest = fitting[other] & ~fitting[one]
+        answers.append(made_of | {one: fitting[one]} | ({other: rest} if bool(rest.any()) else {}))
+    return answers
 
 
 def _against(

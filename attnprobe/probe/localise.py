@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from itertools import chain, islice
 from typing import Final
 
 from attnprobe.axes import AXES, AXIS, Level, levels_of
@@ -21,6 +22,7 @@ from attnprobe.config import Case
 from attnprobe.matrix.schema import Rates
 from attnprobe.probe.finding import Finding
 from attnprobe.probe.moves import ORDER, differing, forced, reset, step
+from attnprobe.probe.neighbours import in_turn, leave, vary
 from attnprobe.probe.observed import Observation, Observed, kind
 from attnprobe.verdict import Verdict
 
@@ -31,7 +33,6 @@ RUNS_PER_FAILURE: Final = 15
 RUNS_AT_LEAST: Final = 100
 _ROUNDS: Final = 3
 _JOINS: Final = 12
-_SPECIAL_SHARE: Final = 0.25
 _FEW_LEVELS: Final = 8
 """An axis of no more levels is tried at each when it joins a rule; head dims are left to the plan."""
 
@@ -172,8 +173,13 @@ class Localiser:
     def _minimise(self, failing: Observation) -> tuple[Observation, list[str]]:
         """Return the plainest case found that fails alike, and the passing ones met on the way."""
         witness, counter = failing, []
-        for axis in ORDER:
+        stuck: list[str] = []
+        # What others kept from its plain level (work is capped) is tried again once those are plain.
+        for axis in chain(ORDER, stuck):
             candidate = reset(witness.case, axis)
+            at = witness.at if candidate is None else levels_of(candidate)
+            if axis not in stuck and at[axis] != AXIS[axis].plain:
+                stuck.append(axis)
             if candidate is None:
                 continue
             seen = self.look(candidate)
@@ -242,7 +248,8 @@ class Localiser:
         for axis in ORDER:
             if near.at[axis] == finding.witness.at[axis]:
                 continue
-            candidate = step(near.case, axis, finding.witness.at[axis])
+            # What the rule names already stays: outside it a case may pass for that.
+            candidate = step(near.case, axis, finding.witness.at[axis], keep=finding.when.keys() - {axis})
             if candidate is None:
                 tied.add(axis)
                 continue
@@ -331,8 +338,9 @@ class Localiser:
         if finding.cases:
             return
         draw = random.Random(f"{finding.witness.case.id}/{round_}")  # noqa: S311  # no secret
-        inside = self._sample(draw, finding, lambda case: self._vary(draw, case, 3, finding.when))
-        outside = self._sample(draw, finding, lambda case: self._leave(draw, case, finding))
+        axes = in_turn(draw, finding.when)
+        inside = self._sample(draw, finding, lambda case: vary(draw, case, islice(axes, 3), finding.when))
+        outside = self._sample(draw, finding, lambda case: leave(draw, case, finding.when, axes))
         counts = []
         for cases in (inside, outside):
             seen = [s for case in cases if (s := self.look(case)) is not None]
@@ -368,30 +376,6 @@ class Localiser:
             and all(at[axis] in levels for axis, levels in other.when.items())
             for other in self.findings
         )
-
-    @staticmethod
-    def _vary(draw: random.Random, case: Case, count: int, keep: Iterable[str]) -> Case | None:
-        """Return the case with some axes at random ordinary levels, those of `keep` untouched."""
-        axes = [axis for axis in AXES if axis.name not in keep and axis.name != "seqlen_order"]
-        moved: Case | None = case
-        for axis in draw.sample(axes, min(count, len(axes))):
-            # Special levels are mostly refused; one in four is tried all the same.
-            every = draw.random() < _SPECIAL_SHARE
-            levels = [level for level in axis.levels if every or level not in axis.special]
-            moved = step(moved, axis.name, draw.choice(levels)) if moved is not None else None
-        if moved is None or moved.id == case.id:
-            return None
-        at, before = levels_of(moved), levels_of(case)
-        return moved if all(at[axis] == before[axis] for axis in keep) else None
-
-    def _leave(self, draw: random.Random, case: Case, finding: Finding) -> Case | None:
-        """Return the case with one axis of the finding at a random level outside it."""
-        if not finding.when:
-            return None
-        axis = draw.choice(sorted(finding.when))
-        levels = [level for level in AXIS[axis].levels if level not in finding.when[axis]]
-        moved = step(case, axis, draw.choice(levels)) if levels else None
-        return None if moved is None else self._vary(draw, moved, 1, finding.when)
 
 
 def _preference(axis: str) -> int:

@@ -57,8 +57,8 @@ class Reference:
     exact: Scores
     low: Scores
     single: Scores
-    rate: float | None = None
-    """The share that was dropped, where it is not what was asked for."""
+    dropout: Mapping[str, object] | None = None
+    """What is amiss with the dropout mask itself, if anything."""
     seconds: float = 0.0
     """Wall time spent on dead rows so far."""
     _dead: list[tuple[dict[str, Tensor], bool, Results]] = field(default_factory=list)

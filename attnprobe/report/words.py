@@ -104,6 +104,12 @@ def _runs(levels: Sequence[Level]) -> str:
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]} by 8" for r in runs)
 
 
+def _dropout_text(found: Mapping[str, Any]) -> str:
+    if "alike" in found:
+        return f"one dropout mask for several {found['alike']}"
+    return f"drops {found['dropped']}, not {found['asked']}"
+
+
 def consequence(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
     """Return what happens under a rule: "dq, dk, dv wrong, dq of row 0 128 times too large"."""
     said = _VERDICTS.get(rule.verdict, rule.verdict.value)
@@ -118,7 +124,7 @@ def consequence(rule: Rule, detail: Mapping[str, Any], seqlen_kv: int) -> str:
     for breach in detail.get("bounds", ())[:1]:
         text += f" ({breach_text(breach)})"
     if "dropout" in detail:
-        text += f" (drops {detail['dropout']['dropped']}, not {detail['dropout']['asked']})"
+        text += f" ({_dropout_text(detail['dropout'])})"
     if "only" in detail:
         text += f" ({detail['only']})"
     if "against" in detail:
@@ -175,6 +181,8 @@ def detail_lines(detail: Mapping[str, Any]) -> list[str]:
     for check, found in detail.items():
         if check == "bounds":
             lines += [f"bounds: {breach_text(breach)}" for breach in found]
+        elif check == "dropout":
+            lines.append(f"dropout: {_dropout_text(found)}")
         elif not isinstance(found, dict):
             lines.append(f"{check}: {found}")
         else:

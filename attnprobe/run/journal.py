@@ -8,7 +8,9 @@ GPU, where a case can take the machine down, it is also forced to the disk.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -56,23 +58,48 @@ class Journal:
         self.path = path
         self.known: dict[tuple[str, str], Outcome] = {}
         self._durable = durable
-        if resume:
-            self._load(header)
+        self._file = self._opened(resume=resume)
         try:
-            # Unbuffered: a line is with the system when write returns.
-            self._file = path.open("ab" if resume else "wb", buffering=0)
+            if resume:
+                self._load(header)
+            else:
+                if self._file.tell():
+                    self._file.truncate(0)
+                self._write(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _opened(self, *, resume: bool) -> FileIO:
+        """Return the file, locked against a second scan, its content as it was."""
+        try:
+            # Unbuffered: a line is with the system when write returns. "r+" makes none where there is none.
+            file = self.path.open("r+b" if resume else "ab", buffering=0)
         except OSError as error:
+            if resume:
+                raise UsageError(
+                    f"nothing to resume: {self.path} cannot be read and written",
+                    why=error.strerror or str(error),
+                    fix="scan without --resume",
+                ) from None
             raise UsageError(
-                f"{path} cannot be written",
+                f"{self.path} cannot be written",
                 why=error.strerror or str(error),
                 fix="choose another -o",
             ) from None
-        if not resume:
-            try:
-                self._write(header)
-            except NoVerdictError:
-                self._file.close()
-                raise
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UsageError(
+                f"another scan is writing {self.path}",
+                why="two scans with one -o would mix what they learn",
+                fix="wait for it, or choose another -o",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.seek(0, os.SEEK_END)
+        return file
 
     def launch(self, case: Case, backends: tuple[str, ...]) -> None:
         """Note that a case is about to run."""
@@ -87,9 +114,9 @@ class Journal:
 
     def close(self, *, keep: bool) -> None:
         """Close it; a finished scan needs it no more."""
-        self._file.close()
         if not keep:
             self.path.unlink(missing_ok=True)
+        self._file.close()
 
     def _write(self, value: Struct) -> None:
         try:
@@ -102,14 +129,8 @@ class Journal:
             ) from None
 
     def _load(self, header: Header) -> None:
-        try:
-            content = self.path.read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"nothing to resume: {self.path} cannot be read",
-                why=error.strerror or str(error),
-                fix="scan without --resume",
-            ) from None
+        self._file.seek(0)
+        content = self._file.readall()
         lines = content.splitlines(keepends=True)
         try:
             found = msgspec.json.decode(lines[0] if lines else b"", type=Header)
@@ -131,7 +152,8 @@ class Journal:
                 entry = decoder.decode(line)
                 self.known[entry.case.id, entry.outcome.backend] = entry.outcome
         if content and not content.endswith(b"\n"):
-            os.truncate(self.path, content.rfind(b"\n") + 1)
+            self._file.truncate(content.rfind(b"\n") + 1)
+        self._file.seek(0, os.SEEK_END)
 
 
 def journal_path(output: Path) -> Path:

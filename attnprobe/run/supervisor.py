@@ -47,6 +47,8 @@ from attnprobe.run.protocol import (
 )
 from attnprobe.verdict import Verdict
 
+ZYGOTE: Final = "import sys; sys.path[:] = sys.argv[4:]; from attnprobe.run.zygote import run; run(sys.argv)"
+"""With the path of the scan: `-m` would put the working directory, and a torch.py there, before torch."""
 START_LIMIT: Final = 120.0
 """Seconds that importing torch and its backends may take."""
 KILL_LIMIT: Final = 5.0
@@ -259,9 +261,9 @@ class Supervisor:
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**THREADS, **os.environ, **ENVIRONMENT, **guard_build.environment()}
-        command = [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno())]
+        arguments = [str(theirs.fileno()), self._device_name, str(os.getpid())]
         self._zygote = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
-            [*command, self._device_name, str(os.getpid())],
+            [sys.executable, "-c", ZYGOTE, *arguments, *sys.path],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The process that imports torch once and forks workers: `python -m attnprobe.run.zygote FD DEVICE`.
+"""The process that imports torch once and forks workers; the supervisor starts it with its own module path.
 
 It never runs a kernel and starts no thread, so that a fork of it is a fresh process. It waits on one
 socket: when the scan ends, however it ends, the socket closes and the zygote kills all that is left.
@@ -63,6 +63,11 @@ def main(arguments: list[str]) -> int:
     finally:
         zygote.end_all()
     return 0
+
+
+def run(argv: list[str]) -> NoReturn:
+    """Run `main` and end: nothing is left to do, and libraries have words of their own at an orderly exit."""
+    os._exit(main(argv[1:]))
 
 
 def _import_what_kernels_will() -> None:
@@ -189,8 +194,3 @@ class Zygote:
             left = len(found - self._killed)
             self._killed |= found
             send(self._control, Exited(pid, os.waitstatus_to_exitcode(status), left))
-
-
-if __name__ == "__main__":
-    # Nothing is left to do, and libraries that backends imported have words of their own at an orderly exit.
-    os._exit(main(sys.argv[1:]))

@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct
 
-from attnprobe.axes import AXES, CONSTRAINTS, PLANNING_ONLY, Level, length_level, order
+from attnprobe.axes import AXES, CONSTRAINTS, PLANNING_ONLY, Level
 from attnprobe.config import AttentionConfig, Case
 from attnprobe.errors import UsageError
+from attnprobe.lengths import length_level, order
 
 Possible = Mapping[str, tuple[Level, ...]]
 """Per axis the levels that a configuration may fall on, never empty; hazards are not in it."""

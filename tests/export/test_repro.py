@@ -81,6 +81,16 @@ def dropout(q, k, v, dropout_p=0.0, **options):
     return right(q, k, v, dropout_p=min(2 * dropout_p, 0.9), **options)
 
 
+def one_mask(q, k, v, dropout_p=0.0, attn_mask=None, **options):
+    state, outs = torch.get_rng_state(), []
+    for entry in range(q.shape[0]):
+        torch.set_rng_state(state)
+        here = slice(entry, entry + 1)
+        mask = attn_mask if attn_mask is None or attn_mask.shape[0] == 1 else attn_mask[here]
+        outs.append(right(q[here], k[here], v[here], attn_mask=mask, dropout_p=dropout_p, **options))
+    return torch.cat(outs)
+
+
 def exits(*arguments, **options):
     os._exit(3)
 
@@ -127,11 +137,12 @@ def cpu(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.fixture(scope="module")
 def callables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Matrix, Path]:
     place = tmp_path_factory.mktemp("callables")
-    names = ["wrong_dk", "unwritten", "nonfinite", "short", "changes", "dropout"]
+    names = ["wrong_dk", "unwritten", "nonfinite", "short", "changes", "dropout", "one_mask"]
     # The cases of the job come first, then what differs from them on one axis.
     config = "- {head_dim: 8, heads: 1, seqlen_q: 16}\n"
     config += "- {pass: forward, head_dim: 8, heads: 1, seqlen_q: 16}\n"
     config += "- {head_dim: 8, heads: 1, seqlen_q: 16, dropout: 0.2}\n"
+    config += "- {batch: 2, head_dim: 8, heads: 1, seqlen_q: 16, dropout: 0.2}\n"
     return scanned(place, config, [f"kernels.py:{name}" for name in names], "--budget", "8s"), place
 
 
@@ -199,6 +210,7 @@ def test_the_rules_of_the_cpu_backends(cpu: Matrix, tmp_path: Path, run_script: 
         ("short", "out not as promised"),
         ("changes", "k changed by the call"),
         ("dropout", "the dropout rate is another"),
+        ("one_mask", "one dropout mask for several batch entries"),
     ],
 )
 def test_callables(name: str, says: str, callables: tuple[Matrix, Path], run_script: RunScript) -> None:
@@ -206,7 +218,7 @@ def test_callables(name: str, says: str, callables: tuple[Matrix, Path], run_scr
     backend = f"kernels:{name}"
     cases = {record.id: record.case for record in matrix.cases}
     # A fault of dropout is in cases with dropout, others show best without.
-    wants = name == "dropout"
+    wants = name in {"dropout", "one_mask"}
     results = sorted(failing(matrix, backend), key=lambda r: bool(cases[r.id].dropout) is not wants)
     path = written(matrix, results[0], backend, place)
     done = run_script(path)

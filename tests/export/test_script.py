@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Verdict, dict[str, Any]]] = {
     "values": (Verdict.WRONG, {"wrong": {"dq": FACTS}}),
     "own": (Verdict.WRONG, {"wrong": {"dq": FACTS}, "against": "the weights of its own forward"}),
     "rate": (Verdict.WRONG, {"dropout": {"asked": 0.2, "dropped": 0.4}}),
+    "alike": (Verdict.WRONG, {"dropout": {"alike": "heads"}}),
     "contract": (Verdict.WRONG, {"contract": {"out": "not returned"}}),
     "changed": (Verdict.WRONG, {"inputs changed": ["k"]}),
     "memory": (Verdict.UNWRITTEN, MEMORY),
@@ -88,7 +89,8 @@ def every_script(subject_of: SubjectOf, kernel: Path) -> dict[str, str]:
     found = {}
     for number, case in enumerate(random_cases(120, seed=2)):
         kind = list(KINDS)[number % len(KINDS)]
-        read = kind in {"own", "rate"}  # the weights of the keys, which cannot be had of packed sequences
+        # The weights of the keys cannot be had of packed sequences.
+        read = kind in {"own", "rate", "alike"}
         if read and (
             case.layout == "varlen" or case.pass_ == "forward" or bool(case.dropout) is (kind == "own")
         ):

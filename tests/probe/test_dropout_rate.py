@@ -1,7 +1,8 @@
-"""How many scores were dropped is held against the rate asked for, as far as chance allows."""
+"""The mask of dropout itself: its rate, and whether several share one, as far as chance allows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from attnprobe.backends.interface import Outputs
 from attnprobe.backends.torch_math import backend as torch_math
 from attnprobe.config import Case, Mask
-from attnprobe.probe.dropout import off_rate, reference_with_its_mask
+from attnprobe.probe.dropout import drawn_once, off_rate, reference_with_its_mask
 from attnprobe.probe.inputs import Tensors, make
 from attnprobe.probe.judge import Judgement, judge
 from attnprobe.probe.memory import Run
@@ -60,7 +61,7 @@ def test_another_rate_is_told_as_it_is(rate: float, other: float, seed: int) -> 
 
 @pytest.mark.parametrize(("dropped", "accused"), [(3300, False), (3400, True), (2700, False), (2600, True)])
 def test_the_margin_is_six_sigmas_and_a_step_of_a_byte(dropped: int, *, accused: bool) -> None:
-    """At 0.3 of 10 000 that is 0.0275 and 0.0039: 0.0314."""
+    """At 0.3 of 10 000 that is 0.0275 (and 0.0012 for how few they are) and 0.0039: 0.0326."""
     assert off_rate(0.3, exactly(dropped), None) == (pytest.approx(dropped / 10_000) if accused else None)
 
 
@@ -124,4 +125,52 @@ def test_with_alibi_no_rate_is_held_against_it() -> None:
     for alibi, known in ((False, True), (True, False)):
         found = reference_with_its_mask(structs.replace(CASE, alibi=alibi), tensors, Dropping(0.6))
         assert found is not None
-        assert (found.rate is not None) is known
+        assert (found.dropout is not None) is known
+
+
+@given(rate=st.floats(0.01, 0.99), seed=st.integers(0, 1 << 30), side=st.sampled_from([1, 2, 5, 17, 64]))
+def test_masks_drawn_apart_are_never_alike(rate: float, seed: int, side: int) -> None:
+    assert drawn_once(rate, kept(rate, seed, (3, 2, side, side)), None) is None
+
+
+@pytest.mark.parametrize(("axis", "name"), [(0, "batch entries"), (1, "heads")])
+def test_one_mask_for_two_of_several_is_told(axis: int, name: str) -> None:
+    mask = kept(0.3, 1, (3, 3, 32, 32))
+    mask.select(axis, 2).copy_(mask.select(axis, 0))
+    assert drawn_once(0.3, mask, None) == name
+
+
+def test_few_scores_that_are_alike_prove_nothing() -> None:
+    """At 0.3 two scores are alike with 0.58: 50 of them with 1e-12."""
+    for count, known in ((50, False), (51, True)):
+        one = kept(0.3, 2, (1, 1, 1, count))
+        assert (drawn_once(0.3, one.expand(2, 1, 1, count), None) is not None) is known
+
+
+def test_what_is_hidden_from_one_of_two_is_not_compared() -> None:
+    hidden = torch.zeros(2, 1, 64, 64, dtype=torch.bool)
+    hidden[1, :, :, 32:] = True
+    mask = kept(0.3, 3, (1, 1, 64, 64)).repeat(2, 1, 1, 1) & ~hidden
+    assert drawn_once(0.3, mask, hidden) == "batch entries"
+    mask[1, 0, 0, 0] ^= True
+    assert drawn_once(0.3, mask, hidden) is None
+
+
+class OneForAll(Dropping):
+    """Starts every batch entry with the same random numbers."""
+
+    def run(self, case: Case, tensors: Tensors) -> Outputs:
+        state, parts = torch.get_rng_state(), []
+        for entry in range(case.batch):
+            torch.set_rng_state(state)
+            here = slice(entry, entry + 1)
+            q, k, v = (t.detach()[here].requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
+            given = replace(tensors, q=q, k=k, v=v, grad_out=tensors.grad_out[here])
+            parts.append(torch_math.run(structs.replace(case, batch=1), given))
+        return Outputs({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+
+def test_a_backend_with_one_mask_for_all_batch_entries_is_told() -> None:
+    found = judged(CASE, OneForAll(CASE.dropout))
+    assert (found.verdict, found.outputs) == (Verdict.WRONG, ("out",))
+    assert found.detail["dropout"] == {"alike": "batch entries"}

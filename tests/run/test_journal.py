@@ -163,3 +163,15 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     # A file that was left open shows here and not at the end of all tests.
     del caught
     gc.collect()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_scan_leaves_a_journal_in_use_alone(written: Path, *, resume: bool) -> None:
+    before = written.read_bytes()
+    first = Journal(written, HEADER, resume=True, durable=False)
+    with pytest.raises(UsageError, match="another scan is writing"):
+        Journal(written, HEADER, resume=resume, durable=False)
+    assert written.read_bytes() == before
+    first.outcome(CASES[0], outcome(9))
+    first.close(keep=True)
+    assert resumed(written)[CASES[0].id, "one"] == outcome(9)

@@ -29,7 +29,7 @@ from attnprobe.run.protocol import (
     receive_zygote,
     send,
 )
-from attnprobe.run.supervisor import THREADS
+from attnprobe.run.supervisor import THREADS, ZYGOTE
 
 TINY = Case(head_dim=8, head_dim_v=8, heads=1, heads_kv=1, seqlen_q=4, seqlen_kv=4)
 
@@ -37,16 +37,17 @@ TINY = Case(head_dim=8, head_dim_v=8, heads=1, heads_kv=1, seqlen_q=4, seqlen_kv
 class Zygote:
     """A zygote with nobody between it and the test."""
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *before: str) -> None:
+        """Start it; it looks for modules in the directories `before` first."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.settimeout(60)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "attnprobe.run.zygote", str(theirs.fileno()), "cpu", str(os.getpid())],
+            [sys.executable, "-c", ZYGOTE, str(theirs.fileno()), "cpu", str(os.getpid()), *before, *sys.path],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **THREADS, **(environment or {})},
+            env={**os.environ, **THREADS},
         )
         theirs.close()
         self.ready = receive_zygote(self.control)
@@ -182,7 +183,7 @@ def test_a_killed_zygote_takes_its_workers_along() -> None:
 )
 def test_a_broken_torch_is_told(tmp_path: Path, raised: str) -> None:
     (tmp_path / "torch.py").write_text(f"raise {raised}")
-    one = Zygote({**os.environ, "PYTHONPATH": str(tmp_path)})
+    one = Zygote(str(tmp_path))
     assert isinstance(one.ready, Ready)
     assert "no libcudart" in one.ready.error
     assert one.close() == 3
