@@ -37,7 +37,11 @@ _FEW_LEVELS: Final = 8
 """An axis of no more levels is tried at each when it joins a rule; head dims are left to the plan."""
 
 # Which axis joins a rule when several could: what a reader expects to matter first.
-_SWEPT: Final = ("pass", "dtype", "dropout", "softcap", "alibi")
+_SWEPT: Final[dict[str, tuple[Level, ...]]] = {
+    **{axis: AXIS[axis].levels for axis in ("pass", "dtype", "dropout", "softcap", "alibi")},
+    # Over one key every softmax is 1: much that fails elsewhere is right there.
+    **dict.fromkeys(("seqlen_q", "seqlen_kv"), ("1",)),
+}
 _PREFERRED: Final = ("pass", "dtype", "masked_rows", "mask", "layout", "dropout", "needs_grad")
 
 
@@ -144,8 +148,8 @@ class Localiser:
 
         A level that is plain was never left while minimising; whether it matters has to be asked.
         """
-        for axis in _SWEPT:
-            for level in AXIS[axis].levels:
+        for axis, levels in _SWEPT.items():
+            for level in levels:
                 moved = step(witness.case, axis, level)
                 if moved is not None:
                     self.look(moved)
