@@ -21,7 +21,8 @@ from attnprobe.select.match import Live, assume, compare, here
 from attnprobe.select.selector import Selector
 
 LEVELS: Final = ("full", "standard", "quick", "config")
-"""Levels of a scan from the widest on; a matrix file is named DEVICE.LEVEL.json."""
+"""Levels of a scan from the widest on; a matrix file is named DEVICE.LEVEL.json, or DEVICE.BUILD.LEVEL.json
+where there are several for one device."""
 
 
 def load(  # noqa: PLR0913  # what a job may want to say of its machine, one each
@@ -89,14 +90,23 @@ def find(live: Live) -> Path:
     for slug in slugs:
         for place in places:
             for level in LEVELS:
-                file = place / f"{slug}.{level}.json"
-                if file.is_file():
-                    return file
+                files = [place / f"{slug}.{level}.json", *sorted(place.glob(f"{slug}.*.{level}.json"))]
+                files = [file for file in files if file.is_file()]
+                if len(files) > 1:
+                    files = [file for file in files if _fits(file, live)] or files
+                if files:
+                    return files[0]
     raise NoVerdictError(
         f"there is no matrix for {' or '.join(record.name for record in live.devices) or 'this machine'}",
         why=f"neither in {places[0]} nor among the published ones",
         fix="attnprobe scan, or name a file: -m FILE, ATTNPROBE_MATRIX",
     )
+
+
+def _fits(file: Path, live: Live) -> bool:
+    """Whether something that was measured in a file counts with the builds that are here."""
+    match = compare(matrix := read_matrix(file), live)
+    return any(b.status == "probed" and not match.expired(b.name) for b in matrix.backends)
 
 
 def published() -> Path:

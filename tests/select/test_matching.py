@@ -151,6 +151,23 @@ def test_the_order_of_places(two: Matrix, tmp_path: Path, monkeypatch: pytest.Mo
         attnprobe.load(live=live)
 
 
+def test_of_several_builds_the_one_that_is_here_is_taken(
+    two: Matrix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNPROBE_DATA_DIR", str(tmp_path))
+    monkeypatch.delenv("ATTNPROBE_MATRIX", raising=False)
+    live = live_with(TORCH, FLASH)
+    slug = Device(live.devices[0], "cpu").slug
+    newer = structs.replace(TORCH, version="9.0")
+    other = tuple(structs.replace(b, materials=(newer,)) for b in two.backends)
+    write_atomically(tmp_path / f"{slug}.full.json", encode(sealed(structs.replace(two, backends=other))))
+    write_atomically(tmp_path / f"{slug}.torch-2.full.json", encode(two))
+    assert loading.find(live).name == f"{slug}.torch-2.full.json"
+    assert loading.find(live_with(newer)).name == f"{slug}.full.json"
+    # Where none fits, what they deny is still worth having.
+    assert loading.find(live_with(structs.replace(TORCH, version="8.0"))).name == f"{slug}.full.json"
+
+
 def test_published_matrices_are_found_in_a_checkout_and_in_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
