@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnprobe.config import AttentionConfig, Case
-    from attnprobe.errors import AttnprobeError, MatrixError, NoVerdictError, UsageError
+    from attnprobe.errors import AttnprobeError, MatrixError, NoBackendError, NoVerdictError, UsageError
+    from attnprobe.integrations.guard import Guard
     from attnprobe.matrix.store import read_matrix
     from attnprobe.select.explain import Candidate, Decision
     from attnprobe.select.loading import load
@@ -26,7 +27,9 @@ _HOME = {
     "Case": "attnprobe.config",
     "Decision": "attnprobe.select.explain",
     "Evidence": "attnprobe.verdict",
+    "Guard": "attnprobe.integrations.guard",
     "MatrixError": "attnprobe.errors",
+    "NoBackendError": "attnprobe.errors",
     "NoVerdictError": "attnprobe.errors",
     "Selector": "attnprobe.select.selector",
     "UsageError": "attnprobe.errors",
@@ -42,7 +45,9 @@ __all__ = [
     "Case",
     "Decision",
     "Evidence",
+    "Guard",
     "MatrixError",
+    "NoBackendError",
     "NoVerdictError",
     "Selector",
     "UsageError",
