@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 from attnprobe.config import Case
-from attnprobe.run.processes import MOST_OUTPUT
+from attnprobe.run.processes import output_limit
 from attnprobe.run.protocol import Outcome
 from attnprobe.verdict import Verdict
 
@@ -43,7 +43,9 @@ class Death(Exception):  # noqa: N818  # not an error of ours: the worker's end,
 def how_it_ended(code: int) -> str:
     """Return an exit code in words: the signal's name, or the code."""
     if code == -signal.SIGXFSZ:
-        return f"died of SIGXFSZ: wrote more than {MOST_OUTPUT >> 20} MiB into one file, such as its output"
+        limit = output_limit()
+        size = f"{limit >> 20} MiB" if limit >> 20 else f"{limit} bytes"
+        return f"died of SIGXFSZ: wrote more than {size} into one file, such as its output"
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"died of {signal.Signals(-code).name}"

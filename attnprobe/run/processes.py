@@ -34,12 +34,17 @@ MOST_OUTPUT: Final = 1 << 28
 """Bytes that a worker may write into one file: what it prints without end would fill the disk."""
 
 
+def output_limit() -> int:
+    """Return how many bytes a worker may write into a file: `MOST_OUTPUT`, or a lower limit of the system."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    return MOST_OUTPUT if hard == resource.RLIM_INFINITY else min(MOST_OUTPUT, hard)
+
+
 def limit_output() -> None:
-    """Let a process that writes more than `MOST_OUTPUT` into a file die of SIGXFSZ."""
+    """Let a process that writes more than `output_limit` into a file die of SIGXFSZ."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    limit = MOST_OUTPUT if hard == resource.RLIM_INFINITY else min(MOST_OUTPUT, hard)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (output_limit(), hard))
 
 
 def adopt_orphans() -> None:

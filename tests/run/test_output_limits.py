@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -127,3 +129,11 @@ def test_what_other_cases_left_behind_is_held_against_nobody(remembering: Matrix
     for result in unclear:
         assert result.detail["order"] == "wrong after other cases in the same process, ok alone"
         assert cases[result.id].earlier not in REMEMBERED
+
+
+@pytest.mark.parametrize(("hard", "said"), [(4 << 20, "4 MiB"), (1000, "1000 bytes")])
+def test_a_lower_limit_of_the_system_is_the_one_that_is_told(hard: int, said: str) -> None:
+    told = "from attnprobe.run.death import how_it_ended; import signal; print(how_it_ended(-signal.SIGXFSZ))"
+    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({hard}, {hard})); {told}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert f"wrote more than {said} into" in done.stdout
