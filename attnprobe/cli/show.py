@@ -39,17 +39,18 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
     import msgspec
 
     from attnprobe.axes import levels_of
+    from attnprobe.matrix.merge import DISPUTED, settled
     from attnprobe.report.words import detail_lines
 
     case = matrix.case(case_id)
     if case is None:
         raise UsageError(f"no case {case_id} in this matrix", fix="case ids: `attnprobe show FILE`")
     at = levels_of(case)
-    results = {b.name: r for b in matrix.backends for r in b.cases if r.id == case_id}
+    results = [(b.name, r) for b in matrix.backends for r in b.cases if r.id == case_id]
+    words = {b.name: settled(r for name, r in results if name == b.name) for b in matrix.backends}
     covering = {
         backend.name: [rule.id for rule in backend.rules if rule.covers(case_id, at)]
         for backend in matrix.backends
-        if backend.name in results
     }
     if format_name == "json":
         document = {
@@ -62,8 +63,9 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
                     **msgspec.to_builtins(r),
                     "verdict": r.verdict.value,
                     "rules": covering[name],
+                    **({"disputed": True} if words[name][case_id] == DISPUTED else {}),
                 }
-                for name, r in results.items()
+                for name, r in results
             ],
         }
         content = msgspec.json.encode(document, order="deterministic")
@@ -74,9 +76,12 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
         click.echo(f"  {axis:14} {level}")
     sizes = f"B {case.batch}, H {case.heads}/{case.heads_kv}, S {case.seqlen_q}/{case.seqlen_kv}"
     click.echo(f"  numbers        {sizes}, D {case.head_dim}/{case.head_dim_v}")
-    for name, result in results.items():
+    several = len(matrix.runs) > 1
+    for name, result in results:
         ran = f", ran {result.kernel}" if result.kernel else ""
         under = f", rule {' '.join(covering[name])}" if covering[name] else ""
-        click.echo(f"{name}: {result.verdict.value} ({result.evidence.value}{ran}{under})")
+        run = f", run {result.run}" if several else ""
+        disputed = f"{DISPUTED}: " if words[name][case_id] == DISPUTED else ""
+        click.echo(f"{name}: {disputed}{result.verdict.value} ({result.evidence.value}{ran}{under}{run})")
         for line in detail_lines(result.detail):
             click.echo(f"  {line}")

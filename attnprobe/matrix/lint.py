@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from attnprobe.axes import AXIS, levels_of
+from attnprobe.config import canonical
 from attnprobe.errors import MatrixError
 from attnprobe.matrix.schema import SCHEMA, Backend, Matrix, Rule, compact, digest_of
 from attnprobe.verdict import Verdict
@@ -121,24 +123,42 @@ def _backend(backend: Backend, path: str, at: dict[str, dict[str, Any]], runs: i
     """Yield what is wrong between a backend's cases and its rules."""
     if backend.status == "absent" and backend.cases:
         yield Fault(f"{path}.cases", "an absent backend has cases")
-    seen = set()
+    seen: set[str] = set()
+    known: set[bytes] = set()
+    resting = functools.cache(lambda number: _rests_on(backend.rules[number], backend, at))
     for index, result in enumerate(backend.cases):
         here = f"{path}.cases[{index}]"
         if result.id not in at:
             yield Fault(f"{here}.id", f"{result.id} is not in $.cases")
             continue
-        if result.id in seen:
+        # Several runs may have seen a case; what they saw need not be the same.
+        content = canonical(result)
+        if content in known:
             yield Fault(f"{here}.id", f"{result.id} stands twice")
         seen.add(result.id)
+        known.add(content)
         if not 0 <= result.run < runs:
             yield Fault(f"{here}.run", f"{result.run}, but there are {runs} runs")
-        over = [rule for rule in backend.rules if rule.covers(result.id, at[result.id])]
-        if result.verdict.fails and not any(rule.verdict.fails for rule in over):
+        over = [n for n, rule in enumerate(backend.rules) if rule.covers(result.id, at[result.id])]
+        if result.verdict.fails and not any(backend.rules[n].verdict.fails for n in over):
             yield Fault(here, f"{result.verdict.value}, and no rule covers it")
-        if result.verdict is Verdict.OK and over:
-            yield Fault(here, f"ok, and rule {over[0].id} covers it")
+        if result.verdict is Verdict.OK:
+            # A rule that rests on another run, or on another result of this very case, is disputed by it.
+            alone = [n for n in over if resting(n)[0] <= {result.run} and result.id not in resting(n)[1]]
+            yield from [Fault(here, f"ok, and rule {backend.rules[n].id} covers it") for n in alone[:1]]
     for index, rule in enumerate(backend.rules):
         yield from _rule(rule, f"{path}.rules[{index}]", seen)
+
+
+def _rests_on(rule: Rule, backend: Backend, at: dict[str, dict[str, Any]]) -> tuple[set[int], set[str]]:
+    """Return the runs and the cases that show a rule."""
+    runs, cases = set(), set()
+    for result in backend.cases:
+        denies = result.verdict.fails or result.verdict is Verdict.REFUSED
+        if denies and result.id in at and rule.covers(result.id, at[result.id]):
+            runs.add(result.run)
+            cases.add(result.id)
+    return runs, cases
 
 
 def _rule(rule: Rule, path: str, seen: set[str]) -> Iterator[Fault]:

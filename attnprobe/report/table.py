@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, Final
 
-from attnprobe.report.words import evidence_text, rule_text
+from attnprobe.axes import levels_of
+from attnprobe.matrix.merge import DISPUTED, settled
+from attnprobe.report.words import dispute_text, evidence_text, rule_text
 from attnprobe.text import printable
 from attnprobe.verdict import Verdict
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from attnprobe.matrix.schema import Backend, Matrix, Rule
 
 _WIDTH: Final = 100
+_RUNS: Final = 12
+"""Most runs that are shown, a line each."""
 
 
 class Table:
@@ -52,21 +56,26 @@ def _head(console: Console, matrix: Matrix) -> None:
         facts = [device.kind, *([f"{device.cores} cores"] if device.cores else [])]
         facts += [f"SM {device.sm}"] if device.sm else []
         console.print(printable(f"{device.name} ({', '.join(facts)})"))
-    for run in matrix.runs:
+    for number, run in enumerate(matrix.runs[:_RUNS]):
         strength = {3: "every triple", 2: "every pair"}.get(run.strength, "less than every pair")
         state = "complete" if run.complete else "incomplete"
         what = f"{run.executed} of {run.planned} cases, {strength} of axis values met"
-        console.print(f"level {run.level}, seed {run.seed}, {state}: {what}")
+        which = f"run {number} ({run.started}), " if len(matrix.runs) > 1 else ""
+        console.print(printable(f"{which}level {run.level}, seed {run.seed}, {state}: {what}"))
+    if len(matrix.runs) > _RUNS:
+        console.print(f"and {len(matrix.runs) - _RUNS} more runs")
     console.print()
 
 
 def _backends(console: Console, matrix: Matrix) -> None:
     from rich.table import Table as RichTable
 
-    shown = [v for v in Verdict if any(r.verdict is v for b in matrix.backends for r in b.cases)]
+    counts = {backend.name: Counter(settled(backend.cases).values()) for backend in matrix.backends}
+    met = set().union(*counts.values())
+    shown = [verdict.value for verdict in Verdict if verdict.value in met] + sorted({DISPUTED} & met)
     table = RichTable(box=None, pad_edge=False, header_style="bold")
     probed = [backend for backend in matrix.backends if backend.status == "probed"]
-    needed = sum(len(verdict.value) + 2 for verdict in shown)
+    needed = sum(len(verdict) + 2 for verdict in shown)
     needed += sum(max((len(of(b)) for b in probed), default=0) + 2 for of in (_name, _version))
     # On a narrow terminal the version goes before a figure does; `show --format json` has it.
     wide = needed <= console.width
@@ -74,11 +83,9 @@ def _backends(console: Console, matrix: Matrix) -> None:
     if wide:
         table.add_column("version", no_wrap=True)
     for verdict in shown:
-        width = len(verdict.value)
-        table.add_column(verdict.value, justify="right", min_width=width, style=_style(verdict))
+        table.add_column(verdict, justify="right", min_width=len(verdict), style=_style(verdict))
     for backend in probed:
-        counts = Counter(result.verdict for result in backend.cases)
-        cells = [str(counts[verdict]) if counts[verdict] else "-" for verdict in shown]
+        cells = [str(counts[backend.name][verdict] or "-") for verdict in shown]
         table.add_row(_name(backend), *([_version(backend)] if wide else []), *cells)
     if probed:
         console.print(table)
@@ -96,7 +103,10 @@ def _version(backend: Backend) -> str:
     return printable(" ".join(f"{m.name} {m.version}" for m in backend.materials[-1:]))
 
 
-def _style(verdict: Verdict) -> str:
+def _style(word: str) -> str:
+    if word == DISPUTED:
+        return "red"
+    verdict = Verdict(word)
     if verdict is Verdict.OK:
         return "green"
     return "red" if verdict.fails else "yellow" if verdict is Verdict.REFUSED else ""
@@ -113,16 +123,33 @@ def _rules(console: Console, matrix: Matrix) -> None:
             continue
         console.print(title, style="bold")
         for backend, rule in found:
-            details = {result.id: result.detail for result in backend.cases}
-            said = rule_text(rule, details.get(rule.witness, {}), lengths.get(rule.witness, 0))
+            said = rule_text(rule, _detail(backend, rule), lengths.get(rule.witness, 0))
             console.print(printable(f"  {backend.name}, {said}"), soft_wrap=True)
-            where = f"    case {rule.witness}; {evidence_text(rule)}"
+            where = f"    case {rule.witness}; {evidence_text(rule)}{_dispute(matrix, backend, rule)}"
             console.print(where, soft_wrap=True, style="dim")
         console.print()
     if not lines(failing=True):
         console.print("No failing case found.")
         console.print()
     _traits(console, matrix)
+
+
+def _detail(backend: Backend, rule: Rule) -> dict[str, Any]:
+    """Return what is known of a rule's witness, from a run in which it showed the rule."""
+    seen = [result for result in backend.cases if result.id == rule.witness]
+    return next((r.detail for r in seen if r.verdict is rule.verdict), seen[-1].detail if seen else {})
+
+
+def _dispute(matrix: Matrix, backend: Backend, rule: Rule) -> str:
+    """Return which runs saw cases pass that a rule covers, and which the rule; empty where none did."""
+    if len(matrix.runs) == 1:
+        return ""
+    under = {r.id for r in matrix.cases if rule.covers(r.id, levels_of(r.case))}
+    runs: dict[Verdict, set[int]] = defaultdict(set)
+    for result in backend.cases:
+        if result.id in under and result.verdict in {Verdict.OK, rule.verdict}:
+            runs[result.verdict].add(result.run)
+    return f"; {dispute_text(runs)}" if len(runs) > 1 else ""
 
 
 def _traits(console: Console, matrix: Matrix) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from attnprobe.axes import AXIS, Level
@@ -48,6 +48,8 @@ _WORDS: Final[dict[tuple[str, Level], str]] = {
     ("earlier", "other-strides"): "after a call with other strides",
     ("earlier", "other-dtype"): "after a call in another dtype",
 }
+_RUNS: Final = 8
+"""Most runs that are named one by one."""
 _BARE: Final = frozenset({"pass", "dtype"})
 _FIRST: Final = ("pass", "masked_rows", "mask", "layout", "dropout")
 _VERDICTS: Final = {
@@ -173,6 +175,19 @@ def evidence_text(rule: Rule) -> str:
     if not rule.localised:
         parts.append("not localised")
     return "; ".join(parts)
+
+
+def dispute_text(runs: Mapping[Verdict, Collection[int]]) -> str:
+    """Return which runs saw what: "disputed: ok in run 1, wrong in runs 0, 2"."""
+    said = [f"{one.value} in {_numbered(runs[one])}" for one in Verdict if one in runs]
+    return f"disputed: {', '.join(said)}"
+
+
+def _numbered(runs: Collection[int]) -> str:
+    """Return runs by their place in the document, a long list cut short."""
+    first = [str(number) for number in sorted(runs)[:_RUNS]]
+    more = f" and {len(runs) - _RUNS} more" if len(runs) > _RUNS else ""
+    return f"{'run' if len(runs) == 1 else 'runs'} {', '.join(first)}{more}"
 
 
 def detail_lines(detail: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from attnprobe.axes import AXIS, Level, levels_of
 from attnprobe.config import Case
 from attnprobe.errors import MatrixError
 from attnprobe.matrix.schema import Backend, Matrix, Result, Rule
+from attnprobe.report.words import dispute_text
 from attnprobe.select.asked import Extent, Possible, can_meet, extent_of, numbers
 from attnprobe.verdict import Evidence, Verdict
 
@@ -157,14 +158,23 @@ class Compiled:
     """What is known of one backend.
 
     `failing`: cases that deny their levels by themselves. `exact`: cases that deny their very numbers only,
-    because a rule names them and passing cases share their levels. `passed`: cases that can prove.
+    because a rule names them and passing cases share their levels. `passed`: cases that can prove. Of a case
+    that several runs saw, any result denies; it proves only where none does, and no rule covers it.
     """
 
-    def __init__(self, backend: Backend, cases: Cases, runs: Collection[int]) -> None:
-        """Sort a backend's results; `runs` are those whose results may prove."""
+    def __init__(
+        self, backend: Backend, cases: Cases, runs: Collection[int], *, several: bool = False
+    ) -> None:
+        """Sort a backend's results; `runs` are those whose results may prove, `several`: there are more runs.
+
+        A rule covers no passed case of its own run, but it may cover those of another. Where a failing case
+        shows that a rule is gone, what it covered is not known, and in a document of several runs nothing
+        is proven.
+        """
         self.name = backend.name
         self.backend = backend
         self._cases = cases
+        self._several = several
         self.results: dict[int, Result] = {}
         passed, unseen = [], False
         for result in backend.cases:
@@ -176,7 +186,7 @@ class Compiled:
             elif verdict in DENYING:
                 # A denial without its case: what it denies is not known.
                 unseen = unseen or number is None
-                if number is not None:
+                if number is not None and not (number in self.results and verdict is Verdict.REFUSED):
                     self.results[number] = result
         size = len(cases.cases)
         denying = [rule for rule in backend.rules if rule.verdict in DENYING]
@@ -188,21 +198,48 @@ class Compiled:
         self.exact = bits_of(self.named, size)
         everything = bits_of(self.results, size)
         self.failing = everything & ~self.exact
-        self.passed = bits_of(passed, size) & ~self.exact
-        self.incomplete = unseen or bool(self.failing & ~self._covered())
+        covered = self._covered()
+        self.incomplete = unseen or bool(self.failing & ~covered)
+        self.passed = bits_of(passed, size) & ~(self.exact | everything | covered)
+        if several and self.incomplete:
+            self.passed = 0
         self._envelope: Extent | None = None
 
     def _covered(self) -> int:
         """Return the cases that lie under some rule."""
-        table, covered = self._cases.table, 0
+        covered = 0
         for rule in self.rules:
-            under = table.every
-            for axis, levels in rule.when.items():
-                known = AXIS[axis].levels if axis in AXIS else ()
-                if levels and all(level in known or isinstance(level, int) for level in levels):
-                    under &= table.on(axis, levels)
-            covered |= under
+            covered |= self._under(rule)
         return covered
+
+    def _under(self, rule: Rule) -> int:
+        """Return the cases on the levels of a rule."""
+        table = self._cases.table
+        under = table.every
+        for axis, levels in rule.when.items():
+            known = AXIS[axis].levels if axis in AXIS else ()
+            if levels and all(level in known or isinstance(level, int) for level in levels):
+                under &= table.on(axis, levels)
+        return under
+
+    def rule_dispute(self, rule: Rule, cases: int) -> str:
+        """Return which runs saw cases pass that a rule covers, of these cases; empty where none did."""
+        if not self._several:
+            return ""
+        found = {self._cases.ids[number] for number in numbers(cases & self._under(rule))}
+        passed = {r.id for r in self.backend.cases if r.verdict is Verdict.OK and r.id in found}
+        return self._dispute({*passed, rule.witness}) if passed else ""
+
+    def case_dispute(self, number: int) -> str:
+        """Return which runs saw what of a case, where they contradict each other."""
+        return self._dispute({self._cases.ids[number]}) if self._several else ""
+
+    def _dispute(self, ids: Collection[str]) -> str:
+        runs: dict[Verdict, set[int]] = defaultdict(set)
+        for result in self.backend.cases:
+            if result.id in ids and not result.verdict.neutral:
+                runs[result.verdict].add(result.run)
+        return f"; {dispute_text(runs)}" if len(runs) > 1 else ""
 
     @property
     def envelope(self) -> Extent:

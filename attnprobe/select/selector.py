@@ -56,7 +56,8 @@ class Selector:
         self._cases = Cases(matrix)
         # A result may prove where it names a run that is there, on a device that is here.
         runs = frozenset(index for index, run in enumerate(matrix.runs) if run.device in match.devices)
-        self._backends = {b.name: Compiled(b, self._cases, runs) for b in matrix.backends}
+        several = len(matrix.runs) > 1
+        self._backends = {b.name: Compiled(b, self._cases, runs, several=several) for b in matrix.backends}
         rules = [(name, rule) for name, one in self._backends.items() for rule in one.rules]
         self._rules = [rule for _, rule in rules]
         self._rule_table = rule_table(self._rules)
@@ -206,7 +207,7 @@ class Selector:
                 status="denied",
                 verdict=rule.verdict,
                 evidence=rule.evidence,
-                reason=words + only_where(rule, query) + stale,
+                reason=words + only_where(rule, query) + one.rule_dispute(rule, cases) + stale,
                 rule=rule.id,
                 witness=rule.witness or None,
                 expired=bool(expired),
@@ -219,19 +220,20 @@ class Selector:
                     status="denied",
                     verdict=rule.verdict,
                     evidence=rule.evidence,
-                    reason=f"exactly this case {_verb(rule.verdict)}{stale}",
+                    reason=f"exactly this case {_verb(rule.verdict)}{one.case_dispute(number)}{stale}",
                     rule=rule.id,
                     witness=self._cases.ids[number],
                     expired=bool(expired),
                 )
         for number in numbers(cases & one.failing):
             result = one.results[number]
+            said = f"a case with these axis values {_verb(result.verdict)}"
             return Candidate(
                 backend=one.name,
                 status="denied",
                 verdict=result.verdict,
                 evidence=result.evidence,
-                reason=f"a case with these axis values {_verb(result.verdict)}{stale}",
+                reason=said + one.case_dispute(number) + stale,
                 witness=result.id,
                 expired=bool(expired),
             )
@@ -260,10 +262,10 @@ class Selector:
         def unknown(reason: str) -> Candidate:
             return Candidate(backend=one.name, status="unknown", reason=reason)
 
-        if not one.passed:
-            return unknown("nothing was measured to be right here")
         if one.incomplete:
             return unknown("the matrix has failing cases under no rule: what they deny is not known")
+        if not one.passed:
+            return unknown("nothing was measured to be right here")
         if query.extent is None:
             sizes = ", ".join(name for name in query.unsaid if name in SIZES)
             return unknown(f"{sizes} unsaid: any size is more than what was measured")

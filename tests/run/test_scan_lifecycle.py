@@ -202,7 +202,6 @@ def test_a_killed_scan_leaves_no_process_and_can_be_resumed(
     kill_and_resume(whole, place, outcomes)
 
 
-# Failed once in six runs on a loaded machine (the documents differed) and is not understood yet.
 @pytest.mark.release
 @pytest.mark.parametrize("outcomes", [8, 90])
 def test_a_killed_scan_that_saw_crashes_can_be_resumed(

@@ -152,7 +152,7 @@ def random_matrix(draw: random.Random, *, clean: bool = False) -> Matrix:
             skipped=0,
             device=draw.randrange(len(devices)),
         )
-        for _ in range(draw.choice([1, 1, 2]))
+        for _ in range(draw.choice([1, 1, 1, 2]))
     )
     backends = [random_backend(draw, name, cases, len(runs), clean=clean) for name in ("one", "two", "three")]
     return sealed(
@@ -263,6 +263,8 @@ class Oracle:
         if backend.materials != (TORCH,) or not self.device_here:
             return []
         runs, devices = self.matrix.runs, self.matrix.devices
+        if len(runs) > 1 and self.lost_a_rule(backend):
+            return []  # it may have covered what passed in another run
         return [
             seen
             for seen in self.seen[backend.name]
@@ -297,6 +299,14 @@ class Oracle:
             for case in completions
         )
 
+    def lost_a_rule(self, backend: Backend) -> bool:
+        """Whether a failing case lies under no rule."""
+        rules = [rule for rule in backend.rules if rule.verdict in FAILING]
+        return any(
+            seen.result.verdict in FAILING and not any(r.covers(seen.case.id, seen.at) for r in rules)
+            for seen in self.seen[backend.name]
+        )
+
     def strength(self, backend: Backend, case: Case) -> int:
         """Return the strength of one full configuration inside the envelope, 0 where there is none."""
         passed = self.passed(backend)
@@ -305,10 +315,8 @@ class Oracle:
         for place in range(5):
             if self.sizes(case)[place] > max(self.sizes(seen.case)[place] for seen in passed):
                 return 0
-        for seen in self.seen[backend.name]:
-            covered = any(r.covers(seen.case.id, seen.at) for r in backend.rules if r.verdict in FAILING)
-            if seen.result.verdict in FAILING and not covered:
-                return 0
+        if self.lost_a_rule(backend):
+            return 0
         if backend.name not in self._tuples:
             self._tuples[backend.name] = {
                 frozenset(some)
