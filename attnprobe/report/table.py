@@ -6,7 +6,7 @@ import io
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
-from attnprobe.axes import levels_of
+from attnprobe.axes import Level, levels_of
 from attnprobe.matrix.merge import DISPUTED, settled
 from attnprobe.report.words import dispute_text, evidence_text, rule_text
 from attnprobe.text import printable
@@ -114,6 +114,8 @@ def _style(word: str) -> str:
 
 def _rules(console: Console, matrix: Matrix) -> None:
     lengths = {record.id: record.case.seqlen_kv for record in matrix.cases}
+    # Within one run no rule covers what passed.
+    at = {record.id: levels_of(record.case) for record in matrix.cases} if len(matrix.runs) > 1 else {}
 
     def lines(failing: bool) -> list[tuple[Backend, Rule]]:  # noqa: FBT001  # local
         return [(b, rule) for b in matrix.backends for rule in b.rules if rule.verdict.fails is failing]
@@ -125,7 +127,7 @@ def _rules(console: Console, matrix: Matrix) -> None:
         for backend, rule in found:
             said = rule_text(rule, _detail(backend, rule), lengths.get(rule.witness, 0))
             console.print(printable(f"  {backend.name}, {said}"), soft_wrap=True)
-            where = f"    case {rule.witness}; {evidence_text(rule)}{_dispute(matrix, backend, rule)}"
+            where = f"    case {rule.witness}; {evidence_text(rule)}{_dispute(at, backend, rule)}"
             console.print(where, soft_wrap=True, style="dim")
         console.print()
     if not lines(failing=True):
@@ -140,16 +142,14 @@ def _detail(backend: Backend, rule: Rule) -> dict[str, Any]:
     return next((r.detail for r in seen if r.verdict is rule.verdict), seen[-1].detail if seen else {})
 
 
-def _dispute(matrix: Matrix, backend: Backend, rule: Rule) -> str:
+def _dispute(at: dict[str, dict[str, Level]], backend: Backend, rule: Rule) -> str:
     """Return which runs saw cases pass that a rule covers, and which the rule; empty where none did."""
-    if len(matrix.runs) == 1:
-        return ""
-    under = {r.id for r in matrix.cases if rule.covers(r.id, levels_of(r.case))}
     runs: dict[Verdict, set[int]] = defaultdict(set)
     for result in backend.cases:
-        if result.id in under and result.verdict in {Verdict.OK, rule.verdict}:
+        telling = result.verdict in {Verdict.OK, rule.verdict}
+        if telling and result.id in at and rule.covers(result.id, at[result.id]):
             runs[result.verdict].add(result.run)
-    return f"; {dispute_text(runs)}" if len(runs) > 1 else ""
+    return f"; {dispute_text(runs)}" if Verdict.OK in runs else ""
 
 
 def _traits(console: Console, matrix: Matrix) -> None:

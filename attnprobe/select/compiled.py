@@ -200,7 +200,7 @@ class Compiled:
         self.failing = everything & ~self.exact
         covered = self._covered()
         self.incomplete = unseen or bool(self.failing & ~covered)
-        self.passed = bits_of(passed, size) & ~(self.exact | everything | covered)
+        self.passed = bits_of(passed, size) & ~(self.exact | covered)
         if several and self.incomplete:
             self.passed = 0
         self._envelope: Extent | None = None
