@@ -1,6 +1,6 @@
 """What a scan finds of attention functions that are known to be faulty, and whom it accuses wrongly.
 
-    python benchmarks/detection.py [--level quick] [--seed 0] [--seeds 3] [--kinds 1 2] [--faults NAME] [--format markdown]
+    python benchmarks/detection.py [--level quick] [--seed 0] [--seeds 3] [--kinds 1 2] [--faults NAME]
 
 The functions are those of `tests/faults`: per seed every fault with a trigger drawn from that seed alone, and
 healthy ones. `attnprobe scan` is run on them for real, one scan for each kind: a scan runs the witness of

@@ -14,13 +14,15 @@ class Formats(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         """Return the names of all formats."""
         package = importlib.import_module("attnprobe.export")
-        return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name[0] != "_")
+        names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+        return sorted(name.replace("_", "-") for name in names if name[0] != "_")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a format by name."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        found: click.Command = importlib.import_module(f"attnprobe.export.{cmd_name}").command
+        module = cmd_name.replace("-", "_")
+        found: click.Command = importlib.import_module(f"attnprobe.export.{module}").command
         return found
 
 
@@ -29,5 +31,6 @@ def command() -> None:
     """Make something for others from a matrix.
 
     \b
-    attnprobe export repro m.json CASE > repro.py    a script for a bug report
+    attnprobe export repro m.json CASE > repro.py         a script for a report
+    attnprobe export te-env -m m.json --config job.yaml   a launcher's variables
     """  # noqa: D301  # click's mark for "keep these lines"
