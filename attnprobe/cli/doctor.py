@@ -40,16 +40,20 @@ def examine() -> dict[str, Any]:
     import msgspec
 
     import attnprobe
+    from attnprobe.cli.device import look
     from attnprobe.device.cpu import cpu_device
+    from attnprobe.device.gpus import storable
     from attnprobe.matrix.store import data_directory
     from attnprobe.run.supervisor import Supervisor
 
     device = cpu_device()
+    gpus = look()
     found: dict[str, Any] = {
         "attnprobe": attnprobe.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "devices": [msgspec.to_builtins(device.record)],
+        "gpus": msgspec.to_builtins(storable(gpus)),
         "backends": [],
         "missing": [],
         "poison": "",
@@ -81,6 +85,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines = [
         f"attnprobe {found['attnprobe']}, Python {found['python']}, {found['system']}",
         *(f"device: {d['name']} ({d['kind']}, {d.get('cores', 0)} cores)" for d in found["devices"]),
+        *_gpu_lines(found["gpus"]),
     ]
     for one in found["backends"]:
         versions = ", ".join(f"{m['name']} {m['version']}" for m in one["materials"])
@@ -92,4 +97,18 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines.append(f"own matrices: {', '.join(found['matrices']) or 'none yet'}")
     lines += [f"missing: {what}" for what in found["missing"]]
     lines.append("ready: attnprobe scan" if found["can_scan"] else "cannot scan yet")
+    return lines
+
+
+def _gpu_lines(gpus: dict[str, Any]) -> list[str]:
+    """Return a line for each GPU that CUDA shows, the notes, and a line if none can be probed."""
+    lines = []
+    for gpu in gpus.get("gpus", ()):
+        if "ordinal" in gpu:
+            optin = gpu.get("smem_per_block_optin", "unknown")
+            lines.append(f"GPU {gpu['ordinal']}: {gpu['name']} (SM {gpu['sm']}, {optin} B a block)")
+    lines += [f"GPU note: {note}" for note in gpus.get("notes", ())]
+    if trouble := gpus.get("trouble"):
+        parts = [trouble["what"], trouble.get("why", "")]
+        lines.append(f"GPU: not usable: {': '.join(part for part in parts if part)}")
     return lines

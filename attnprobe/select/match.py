@@ -42,8 +42,24 @@ class Match(Struct, frozen=True):
 
 
 def here() -> Live:
-    """Return this machine. Materials are looked up when first asked for, and once."""
-    return Live((cpu_device().record,), functools.cache(_installed))
+    """Return this machine: its GPUs as CUDA shows them to this process, each kind once, then the CPU.
+
+    Materials are looked up when first asked for, and once. Where there is a driver, it is initialised: see
+    `attnprobe.device.cuda` for what that means to a process. No context is created, and NVML is not asked.
+    """
+    return Live((*_gpus(), cpu_device().record), functools.cache(_installed))
+
+
+def _gpus() -> tuple[DeviceRecord, ...]:
+    from attnprobe.device.driver import CUDA, has_library
+
+    if not has_library(CUDA):
+        return ()
+    # Only here: without a driver, a job does not wait for any of this.
+    from attnprobe.device.cuda import cuda_facts
+    from attnprobe.device.gpus import record_of
+
+    return tuple(dict.fromkeys(record_of(gpu) for gpu in cuda_facts().gpus))
 
 
 def _installed(name: str) -> Material | None:
