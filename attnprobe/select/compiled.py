@@ -264,19 +264,24 @@ class Compiled:
         for axis, level, on in items:
             if not on:
                 return 0, _words((axis, level))
-        return self._wider(items)
+        return self._wider(items, {axis for axis, possible in levels.items() if len(possible) == 1})
 
     @staticmethod
-    def _wider(items: list[tuple[str, Level, int]]) -> tuple[int, str]:
-        """Return strength 1 to 3 where every level is in a passed case. One AND a pair, one a triple."""
+    def _wider(items: list[tuple[str, Level, int]], fixed: Collection[str]) -> tuple[int, str]:
+        """Return strength 1 to 3 where every level is in a passed case. One AND a pair, one a triple.
+
+        Levels that cannot meet are no combination of an open axis; those of two `fixed` ones are what a
+        configuration that contradicts itself asks, and no case shows that.
+        """
         pairs = []
         for index, (axis, level, on) in enumerate(items):
             row = []
             for later in range(index + 1, len(items)):
                 other, beside, there = items[later]
-                if other == axis or not can_meet((axis, level), (other, beside)):
+                meet = can_meet((axis, level), (other, beside))
+                if other == axis or not (meet or (axis in fixed and other in fixed)):
                     continue
-                both = on & there
+                both = on & there if meet else 0
                 if not both:
                     return 1, _words((axis, level), (other, beside))
                 row.append((later, both))

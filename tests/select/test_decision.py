@@ -247,3 +247,15 @@ def test_levels_of_a_full_config_are_those_of_its_case() -> None:
     for case in PAIRS:
         promised = {a: (level,) for a, level in levels_of(case).items() if not AXIS[a].hazard}
         assert asked(config_of(case)).levels == promised
+
+
+def test_a_configuration_that_contradicts_itself_was_seen_by_no_case(
+    matrix_of: Callable[..., Matrix],
+) -> None:
+    """Rows are masked by -inf in a float mask only; each of the two passed, and never together."""
+    rows = {Case(mask=mask): Verdict.OK for mask in ("causal-top-left", "float")}
+    selector = ask(matrix_of({**rows, Case(mask="float", masked_rows="-inf"): Verdict.OK}))
+    asked = structs.replace(config_of(PLAIN), mask="causal-top-left", masked_rows="-inf")
+    (one,) = selector.select(asked).candidates
+    assert (one.status, one.strength) == ("unrefuted", 1)
+    assert one.reason.endswith("no passed case has mask causal-top-left with masked_rows -inf")
