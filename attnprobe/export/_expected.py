@@ -15,7 +15,7 @@ from attnprobe.export._inputs import BOOL, FLOAT, Names
 from attnprobe.export._template import fill, unrounded
 from attnprobe.probe.inputs import DTYPES, sequence_lengths
 from attnprobe.probe.reference import EAGER, RELATIVE
-from attnprobe.probe.scores import SCORES, UNITS
+from attnprobe.probe.scores import ORDER, SCORES, UNITS
 
 if TYPE_CHECKING:
     from attnprobe.config import Case
@@ -82,11 +82,12 @@ own           |    p = weights.to(dtype)
 !own dead     |    else:
 !own dead     |        p = r(made_of["uniform"].to(dtype) / $keys + made_of["softmax"] * torch.softmax(scores, dim=-1))
 dropout       |    used = p * keep.to(dtype)
-keys          |    # A weight is off by its own rounding and by that of its score, a sum in float32 of terms up to |q| |k|.
+keys          |    # A weight is off by its own rounding and by that of its score, a sum in float32 of terms up to |q| |k|;
+keys          |    # and float32 sums depend on their order.
 keys          |    reach = q_.norm(dim=-1, keepdim=True) * k_.norm(dim=-1).amax(-1)[..., None, None] * $scale
 keys bias     |    reach = reach + bias.to(dtype).abs().amax(-1, keepdim=True)
-keys          |    units = $units * torch.finfo($dtype).eps + $score_units * torch.finfo(torch.float32).eps * reach
-!keys         |    units = $units * torch.finfo($dtype).eps
+keys          |    units = $units * torch.finfo($dtype).eps + torch.finfo(torch.float32).eps * ($score_units * reach + $order)
+!keys         |    units = $units * torch.finfo($dtype).eps + torch.finfo(torch.float32).eps * $order
 !own          |    results = {"out": r($used @ v_)}
 !own          |    terms = {"out": ($used**2 @ v_**2).sqrt() * units}
 own           |    results, terms = {}, {}
@@ -253,6 +254,7 @@ def _steps(features: Features) -> list[str]:
         eager=f"{EAGER:g}",
         units=f"{UNITS[DTYPES[case.dtype]]:g}",
         score_units=f"{SCORES:g}",
+        order=f"{ORDER * max(case.seqlen_kv, case.seqlen_q * (case.heads // case.heads_kv)):g}",
         relative=f"{RELATIVE:g}",
         given=" with these weights" if "own" in flags else "",
         largest=largest,

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNITS: Final = {torch.float32: 16.0, torch.float16: 4.0, torch.bfloat16: 2.0}
-"""In float32, kernels approximate the exponential and sum in an order of their own; in 16 bits they compute
-in float32 and round the probabilities and the results."""
+"""In float32, kernels approximate the exponential; in 16 bits they compute in float32 and round the
+probabilities and the results."""
 
 SCORES: Final = 3.0
 """Eps of float32, in which every kernel sums its scores, times the size of a score's terms."""
+ORDER: Final = 4.0
+"""Eps of float32, for each term of the longest sum: one that is added up term by term leaves behind half an
+eps of what it has reached at each, and of terms that are alike always to the same side."""
 Named = dict[str, "Tensor"]
 
 
@@ -101,8 +104,9 @@ class Scores:
         """Return how far off, as a share, a kernel in `dtype` may be in a term of each row, (B, H, S_q, 1).
 
         What it rounds, and its scores: they are sums in float32 of terms up to |q| |k| scale, and a weight
-        is off by as much as its score and the log-sum-exp of its row are.
+        is off by as much as its score and the log-sum-exp of its row are. And sums in an order of its own.
         """
+        terms = max(self.k.shape[2], self.q.shape[2] * self.groups)
         lengths = [torch.linalg.vector_norm(side, dim=-1, keepdim=True) for side in (self.q, self.k)]
         longest = lengths[1].amax(2, keepdim=True) if self.k.shape[2] else lengths[1].new_zeros(())
         if longest.dim():
@@ -110,9 +114,8 @@ class Scores:
         reach = lengths[0] * longest * self.scale
         if self.bias is not None and self.bias.numel():
             reach = reach + self.bias.abs().amax(-1, keepdim=True)
-        share: Tensor = (
-            UNITS[dtype] * torch.finfo(dtype).eps + SCORES * torch.finfo(torch.float32).eps * reach
-        )
+        single = torch.finfo(torch.float32).eps
+        share: Tensor = UNITS[dtype] * torch.finfo(dtype).eps + single * (SCORES * reach + ORDER * terms)
         return share
 
     def out_spread(self, p: Tensor, units: Tensor) -> Tensor:
