@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnprobe.config import AttentionConfig, Case
+    from attnprobe.ensure import Ensured, ensure
     from attnprobe.errors import AttnprobeError, MatrixError, NoBackendError, NoVerdictError, UsageError
     from attnprobe.integrations.guard import Guard
     from attnprobe.matrix.store import read_matrix
@@ -26,6 +27,7 @@ _HOME = {
     "Candidate": "attnprobe.select.explain",
     "Case": "attnprobe.config",
     "Decision": "attnprobe.select.explain",
+    "Ensured": "attnprobe.ensure",
     "Evidence": "attnprobe.verdict",
     "Guard": "attnprobe.integrations.guard",
     "MatrixError": "attnprobe.errors",
@@ -34,6 +36,7 @@ _HOME = {
     "Selector": "attnprobe.select.selector",
     "UsageError": "attnprobe.errors",
     "Verdict": "attnprobe.verdict",
+    "ensure": "attnprobe.ensure",
     "load": "attnprobe.select.loading",
     "read_matrix": "attnprobe.matrix.store",
 }
@@ -44,6 +47,7 @@ __all__ = [
     "Candidate",
     "Case",
     "Decision",
+    "Ensured",
     "Evidence",
     "Guard",
     "MatrixError",
@@ -53,6 +57,7 @@ __all__ = [
     "UsageError",
     "Verdict",
     "__version__",
+    "ensure",
     "load",
     "read_matrix",
 ]

@@ -15,7 +15,7 @@ import click
 from attnprobe.cli._output import output_spec, print_matrix
 from attnprobe.config import canonical
 from attnprobe.device.cpu import cpu_device
-from attnprobe.errors import NoVerdictError
+from attnprobe.errors import NoVerdictError, UsageError
 from attnprobe.matrix.store import check_writable, data_directory, write_atomically
 from attnprobe.probe.plan import Plan, plan_of_configs
 from attnprobe.probe.plan import plan as plan_of
@@ -39,6 +39,7 @@ class Request:
     level: str
     backend: tuple[str, ...]
     config: Path | None
+    exact: bool
     seed: int
     budget: float | None
     kernels: int | None
@@ -103,10 +104,12 @@ class Request:
 
     def _plan(self) -> Plan:
         if self.config is None:
+            if self.exact:
+                raise UsageError("--exact goes with --config", fix="name the file of configurations")
             return plan_of(self.level, self.seed)
         from attnprobe.probe.config_file import read_configs
 
-        return plan_of_configs(read_configs(self.config), self.seed)
+        return plan_of_configs(read_configs(self.config), self.seed, neighbours=not self.exact)
 
     def _print_plan(self, chosen: Plan) -> int:
         from attnprobe.probe.plan import described

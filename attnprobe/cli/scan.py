@@ -33,6 +33,7 @@ LEVELS: Final = ("quick", "standard", "full")
     help="Probe the configurations in this YAML, JSON or TOML file, and those that differ from one of "
     "them on one axis, instead of a level.",
 )
+@click.option("--exact", is_flag=True, help="With --config: only the configurations themselves.")
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),

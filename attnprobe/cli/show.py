@@ -39,7 +39,7 @@ def _show_case(matrix: Matrix, case_id: str, format_name: str) -> None:
     import msgspec
 
     from attnprobe.axes import levels_of
-    from attnprobe.matrix.merge import DISPUTED, settled
+    from attnprobe.matrix.settled import DISPUTED, settled
     from attnprobe.report.words import detail_lines
 
     case = matrix.case(case_id)

@@ -43,11 +43,10 @@ from attnprobe.matrix.schema import (
     Run,
     compact,
 )
+from attnprobe.matrix.settled import DISPUTED, settled
 from attnprobe.matrix.store import encode, parse_matrix
-from attnprobe.verdict import Evidence, Verdict
+from attnprobe.verdict import Evidence
 
-DISPUTED: Final = "disputed"
-"""What a case comes to whose results contradict each other; it denies."""
 _CHUNK: Final = 4096
 _OR: Final = "or"
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
@@ -67,26 +66,6 @@ def merged(matrices: Iterable[tuple[str, Matrix]]) -> Matrix:
     for where, matrix in matrices:
         union.add(matrix, where)
     return parse_matrix(union.content(), "the merged matrix")
-
-
-def settled(results: Iterable[Result]) -> dict[str, str]:
-    """Return for each case id the verdict that its results share, or "disputed".
-
-    A neutral verdict says nothing for or against, so it counts only where there is no other.
-    """
-    found: dict[str, set[Verdict]] = defaultdict(set)
-    for result in results:
-        found[result.id].add(result.verdict)
-    return {case_id: _settled(verdicts) for case_id, verdicts in found.items()}
-
-
-def _settled(verdicts: set[Verdict]) -> str:
-    if len(verdicts) == 1:
-        return next(iter(verdicts)).value
-    telling = [verdict for verdict in verdicts if not verdict.neutral]
-    if len(telling) > 1:
-        return DISPUTED
-    return (telling or sorted(verdicts))[0].value
 
 
 @dataclass

@@ -89,11 +89,14 @@ def plan(level: str, seed: int = 0) -> Plan:
     return Plan(level, seed, _distinct(cases), strength_at)
 
 
-def plan_of_configs(configs: list[AttentionConfig], seed: int = 0) -> Plan:
-    """Return the plan for a job's own configurations, exactly, and all that differ on one axis."""
+def plan_of_configs(configs: list[AttentionConfig], seed: int = 0, *, neighbours: bool = True) -> Plan:
+    """Return the plan for a job's own configurations, exactly, and all that differ on one axis.
+
+    Without `neighbours` the configurations only.
+    """
     exact = [case_from(config, seed=seed) for config in configs]
     cases = list(exact)
-    for case in exact:
+    for case in exact if neighbours else ():
         for axis in AXES:
             for level in axis.levels:
                 moved = step(case, axis.name, level)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from attnprobe.axes import Level, levels_of
-from attnprobe.matrix.merge import DISPUTED, settled
+from attnprobe.matrix.settled import DISPUTED, settled
 from attnprobe.report.words import dispute_text, evidence_text, rule_text
 from attnprobe.text import printable
 from attnprobe.verdict import Verdict
@@ -60,8 +60,10 @@ def _head(console: Console, matrix: Matrix) -> None:
         strength = {3: "every triple", 2: "every pair"}.get(run.strength, "less than every pair")
         state = "complete" if run.complete else "incomplete"
         what = f"{run.executed} of {run.planned} cases, {strength} of axis values met"
-        which = f"run {number} ({run.started}), " if len(matrix.runs) > 1 else ""
-        console.print(printable(f"{which}level {run.level}, seed {run.seed}, {state}: {what}"))
+        several = len(matrix.runs) > 1
+        which = f"run {number} ({run.started}), " if several else ""
+        said = printable(f"{which}level {run.level}, seed {run.seed}, {state}: {what}")
+        console.print(said, soft_wrap=several)
     if len(matrix.runs) > _RUNS:
         console.print(f"and {len(matrix.runs) - _RUNS} more runs")
     console.print()

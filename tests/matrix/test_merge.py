@@ -16,7 +16,7 @@ from attnprobe.axes import Level, levels_of
 from attnprobe.config import Case, canonical
 from attnprobe.errors import MatrixError
 from attnprobe.matrix.lint import faults
-from attnprobe.matrix.merge import DISPUTED, Union, merged, settled
+from attnprobe.matrix.merge import Union, merged
 from attnprobe.matrix.schema import (
     SCHEMA,
     Backend,
@@ -32,6 +32,7 @@ from attnprobe.matrix.schema import (
     expanded,
     sealed,
 )
+from attnprobe.matrix.settled import DISPUTED, settled
 from attnprobe.matrix.store import encode, parse_matrix
 from attnprobe.verdict import Evidence, Verdict
 
@@ -171,8 +172,8 @@ def test_the_order_and_the_number_of_documents_do_not_matter(a: Matrix, b: Matri
     check_laws(a, b, c)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.release
+@pytest.mark.timeout(1800)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(documents(), documents(), documents())
 def test_the_laws_in_ten_thousand_examples(a: Matrix, b: Matrix, c: Matrix) -> None:
@@ -216,6 +217,11 @@ def test_nothing_is_lost_and_nothing_is_added(several: list[Matrix]) -> None:
 @few
 @given(st.lists(documents(), min_size=1, max_size=3))
 def test_the_union_of_valid_documents_is_valid_and_its_file_is_its_encoding(several: list[Matrix]) -> None:
+    # Two documents that tell different things of one and the same run are no scans.
+    several = [
+        sealed(structs.replace(one, runs=tuple(structs.replace(r, level=f"run of {n}") for r in one.runs)))
+        for n, one in enumerate(several)
+    ]
     assert [fault for one in several for fault in faults(encode(one))] == []
     gathered = Union()
     for number, matrix in enumerate(several):
@@ -408,3 +414,43 @@ def test_what_results_come_to(verdicts: str, word: str) -> None:
     several = [Result(id="x", verdict=Verdict(one), run=n) for n, one in enumerate(verdicts.split())]
     for order in permutations(several):
         assert settled(order) == {"x": word}
+
+
+# What `validate` makes of several runs.
+
+
+def two_runs(first: Verdict, second: Verdict, runs: tuple[int, int], *, same: bool) -> list[str]:
+    """Return the faults where two results lie under one rule: of one case, or of two on its levels."""
+    cases = CASES[:1] if same else CASES[:2]
+    seen = tuple(
+        Result(id=case.id, verdict=verdict, run=run)
+        for case, verdict, run in zip((cases * 2)[:2], (first, second), runs, strict=True)
+    )
+    rule = Rule(id="r", when={"layout": ("contiguous",)}, verdict=Verdict.WRONG, witness=CASES[0].id)
+    matrix = Matrix(
+        schema=SCHEMA,
+        digest="",
+        devices=(SMALL,),
+        backends=(Backend(name="one", status="probed", materials=(TORCH,), rules=(rule,), cases=seen),),
+        runs=(run_of(0), run_of(1)),
+        generator=Generator(name="test", version="0"),
+        cases=tuple(CaseRecord(id=case.id, case=case) for case in cases),
+    )
+    return [fault.what for fault in faults(encode(sealed(matrix)))]
+
+
+def test_a_rule_over_what_passed_must_rest_on_another_run() -> None:
+    assert two_runs(Verdict.OK, Verdict.WRONG, (0, 1), same=True) == []
+    assert two_runs(Verdict.OK, Verdict.WRONG, (0, 1), same=False) == []
+    assert two_runs(Verdict.OK, Verdict.REFUSED, (1, 0), same=False) == []
+    covered = "ok, and rule r covers it"
+    assert two_runs(Verdict.OK, Verdict.WRONG, (1, 1), same=False) == [covered]
+    assert two_runs(Verdict.OK, Verdict.INCONCLUSIVE, (0, 1), same=False) == [covered]
+    assert two_runs(Verdict.OK, Verdict.OK, (0, 1), same=True) == [covered, covered]
+    # Two documents that tell of one run different things of one case are both kept, and it is denied.
+    assert two_runs(Verdict.OK, Verdict.WRONG, (0, 0), same=True) == []
+
+
+def test_a_result_stands_once_a_run() -> None:
+    assert two_runs(Verdict.WRONG, Verdict.WRONG, (0, 1), same=True) == []
+    assert two_runs(Verdict.WRONG, Verdict.WRONG, (1, 1), same=True) == [f"{CASES[0].id} stands twice"]
