@@ -121,11 +121,11 @@ def shortened(words: str) -> str:
     return first if len(first) <= _LINE else first[: _LINE - 3] + "..."
 
 
-def rule_words(rule: Rule, result: Result | None) -> str:
-    """Return a rule in one sentence; details of its witness where there is one."""
+def rule_words(rule: Rule, result: Result | None, seqlen_kv: int) -> str:
+    """Return a rule in one sentence; details of its witness, of that key length, where there is one."""
     detail = result.detail if result is not None else {}
     rule = structs.replace(rule, reason=shortened(rule.reason))
-    text = f"{condition_words(rule.when)}: {consequence(rule, detail, 0)}"
+    text = f"{condition_words(rule.when)}: {consequence(rule, detail, seqlen_kv)}"
     if rule.right:
         text += f"; {', '.join(rule.right)} {'is' if len(rule.right) == 1 else 'are'} right"
     return text

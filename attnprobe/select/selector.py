@@ -201,7 +201,7 @@ class Selector:
             rule = self._rules[number]
             words = self._words.get(number)
             if words is None:
-                words = self._words[number] = rule_words(rule, self._witness(one, rule.witness))
+                words = self._words[number] = rule_words(rule, *self._witness(one, rule.witness))
             return Candidate(
                 backend=one.name,
                 status="denied",
@@ -287,9 +287,12 @@ class Selector:
             strength=strength,
         )
 
-    def _witness(self, one: Compiled, case_id: str) -> Result | None:
+    def _witness(self, one: Compiled, case_id: str) -> tuple[Result | None, int]:
+        """Return what became of a case, and its key length; None and 0 where it is not there."""
         number = self._cases.number.get(case_id)
-        return None if number is None else one.results.get(number)
+        if number is None:
+            return None, 0
+        return one.results.get(number), self._cases.cases[number].seqlen_kv
 
     def _advisories_on(
         self,

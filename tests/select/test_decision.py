@@ -259,3 +259,13 @@ def test_a_configuration_that_contradicts_itself_was_seen_by_no_case(
     (one,) = selector.select(asked).candidates
     assert (one.status, one.strength) == ("unrefuted", 1)
     assert one.reason.endswith("no passed case has mask causal-top-left with masked_rows -inf")
+
+
+def test_a_factor_that_is_the_key_length_is_said_to_be_it(handmade: Matrix) -> None:
+    """At another length than the witness's "128 times too large" alone would be another number."""
+    masked = next(r.case for r in handmade.cases if r.case.masked_rows == "-inf")
+    decision = ask(handmade).select(config_of(structs.replace(masked, seqlen_kv=64)))
+    one = decision.candidate("broken-flash")
+    assert one is not None
+    assert one.status == "denied"
+    assert "dq 128 times too large (S_kv times)" in one.reason
