@@ -18,7 +18,7 @@ from attnprobe.verdict import Verdict
 if TYPE_CHECKING:
     from tests.conftest import Attnprobe
 
-pytest.importorskip("triton", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 
 DOCS = Path(__file__).parents[2] / "docs"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
