@@ -66,7 +66,9 @@ low           |
 varlen        |    both = zip(($inputs), ($lengths), strict=True)
 varlen        |    $locals = (padded(tensor$cpu, lengths).to(dtype) for tensor, lengths in both)
 grouped       |    k_, v_ = (tensor.repeat_interleave(H // $h_kv, dim=1) for tensor in (k_, v_))
-!own          |    scores = r(q_ @ k_.mT) * $scale
+!own !varlen  |    scores = r(q_ @ k_.mT) * $scale
+!own varlen   |    root = $scale**0.5
+!own varlen   |    scores = r(r(q_ * root) @ r(k_ * root).mT)
 !own softcap  |    bent = torch.tanh(scores / $softcap)
 !own softcap  |    scores = bent * $softcap
 !own bias     |    scores = scores + bias.to(dtype)

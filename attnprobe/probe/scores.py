@@ -53,7 +53,11 @@ class Scores:
 
     def raw(self) -> tuple[Tensor, Tensor | None]:
         """Return scores with bias, hidden ones not yet struck out, and the slope of the softcap."""
-        scores = self._kept(_by_group(self.q, self.k.transpose(-1, -2), self.groups)) * self.scale
+        q, k, scale = self.q, self.k, self.scale
+        if self.padding is not None:
+            # As eager attention over packed sequences does: both sides scaled, and rounded, before they meet.
+            q, k, scale = self._kept(q * scale**0.5), self._kept(k * scale**0.5), 1.0
+        scores = self._kept(_by_group(q, k.transpose(-1, -2), self.groups)) * scale
         slope = None
         if self.softcap:
             bent = torch.tanh(scores / self.softcap)
