@@ -79,6 +79,7 @@ def test_every_kind_has_two_faults() -> None:
         assert sum(fault.kind == kind for fault in FAULTS) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", LIVING, ids=lambda fault: fault.name)
 def test_it_is_the_healthy_base_where_its_trigger_does_not_hold(fault: Fault) -> None:
     trigger = fault.draw(0)

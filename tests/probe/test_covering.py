@@ -7,6 +7,7 @@ from attnprobe.probe.covering import Space, Tuples, generate, text
 from attnprobe.probe.plan import ROWS_FILE
 
 
+@pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(3000)
 def test_the_kept_rows_are_what_the_generator_makes() -> None:

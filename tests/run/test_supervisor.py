@@ -209,6 +209,7 @@ def test_a_backend_that_breaks_the_conversation_is_ended(
     assert gone_within(pids, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["leaves_a_child", "leaves_a_session"])
 def test_what_a_living_backend_leaves_ends_with_its_worker(
     supervisor: Supervisor, left_behind: Path, name: str
