@@ -11,8 +11,9 @@ from typing import Final
 from msgspec import Struct, structs
 
 from attnprobe.config import AttentionConfig, canonical
-from attnprobe.device.interface import Device
+from attnprobe.device.cpu import cpu_device
 from attnprobe.errors import MatrixError, NoVerdictError, UsageError
+from attnprobe.materials.source import FILE, file_material
 from attnprobe.matrix.merge import merged
 from attnprobe.matrix.schema import Backend, Material, Matrix
 from attnprobe.matrix.store import data_directory, encode, read_matrix, write_atomically
@@ -40,12 +41,6 @@ class Request(Struct, frozen=True):
         return hashlib.sha256(canonical([self.configs, self.specs])).hexdigest()
 
 
-def backend_name(spec: str) -> str:
-    """Return the name that a matrix gives a backend: a FILE.py:NAME without its directory and suffix."""
-    place, colon, name = spec.rpartition(":")
-    return f"{Path(place).stem}:{name}" if colon and place.endswith(".py") else spec
-
-
 def known_to(request: Request) -> Selector | None:
     """Return the selector that leaves least open: of the file that `load` reads, or of what was ensured."""
     files = []
@@ -53,8 +48,17 @@ def known_to(request: Request) -> Selector | None:
         files.append(find(here()))
     if own_file().is_file() and own_file() not in files:
         files.append(own_file())
-    found = [selector_of(read_matrix(file), str(file), request) for file in files]
+    read = [(read_matrix(file), str(file)) for file in files]
+    if has_gpu():
+        # What was right on the CPU says nothing of a kernel for a GPU under the same name.
+        read = [(m, source) for m, source in read if any(d.kind == "cuda" for d in m.devices)]
+    found = [selector_of(matrix, source, request) for matrix, source in read]
     return min(found, key=lambda one: len(missing_from(one, request)), default=None)
+
+
+def has_gpu() -> bool:
+    """Whether the driver shows a GPU, which no scan runs on yet."""
+    return any(device.kind == "cuda" for device in here().devices)
 
 
 def selector_of(matrix: Matrix, source: str, request: Request) -> Selector:
@@ -81,7 +85,7 @@ def selector_of(matrix: Matrix, source: str, request: Request) -> Selector:
 
 
 def _with_file(machine: Live, file: Material | None) -> MaterialOf:
-    return lambda name: file if name == "file" else machine.material(name)
+    return lambda name: file if name == FILE else machine.material(name)
 
 
 def missing_from(known: Selector | None, request: Request) -> list[tuple[int, Candidate]]:
@@ -116,18 +120,14 @@ def _file(spec: str) -> Material | None:
     """Return the file of a callable as a scan records it; None where the backend is no file."""
     path = Path(spec.rpartition(":")[0])
     try:
-        content = path.read_bytes() if path.suffix == ".py" else None
+        return file_material(path) if path.suffix == ".py" else None
     except OSError:
         return None
-    if content is None:
-        return None
-    return Material(name="file", version=path.name, digest=hashlib.sha256(content).hexdigest()[:16])
 
 
 def slug() -> str:
-    """Return the name of this device class in file names."""
-    record = here().devices[0]
-    return Device(record, record.kind).slug
+    """Return the name that files of the device have which is probed."""
+    return cpu_device().slug
 
 
 def own_file() -> Path:

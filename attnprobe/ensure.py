@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 
 from attnprobe._known import (
     Request,
-    backend_name,
+    has_gpu,
     known_to,
     missing_from,
     selector_of,
@@ -30,6 +30,7 @@ from attnprobe._known import (
 )
 from attnprobe.config import AttentionConfig, case_from, config_of
 from attnprobe.errors import AttnprobeError, UsageError
+from attnprobe.materials.source import backend_name
 from attnprobe.matrix.store import data_directory, encode, parse_matrix
 from attnprobe.run.probing import probe
 from attnprobe.select.asked import asked
@@ -114,6 +115,8 @@ def _alone(request: Request) -> Ensured:
         known = known_to(request)
         if not missing_from(known, request):
             return Ensured(known, 0)
+        if has_gpu():
+            return Ensured(known, 0, "nothing was probed: there is a GPU here, and no scan runs on one yet")
         data = data_directory()
         data.mkdir(parents=True, exist_ok=True)
         with (data / f".{slug()}.ensure.lock").open("a+b") as file:

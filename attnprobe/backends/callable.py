@@ -17,6 +17,7 @@ from attnprobe.backends._sdpa import signature_refuses, torch_materials
 from attnprobe.backends.calling import attend
 from attnprobe.backends.interface import Refusal
 from attnprobe.errors import UsageError
+from attnprobe.materials.source import backend_name, file_material
 from attnprobe.matrix.schema import Material
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def load(spec: str) -> CallableBackend:
         raise UsageError(f"--backend {spec}: {place} has no {name}")
     if not callable(function):
         raise UsageError(f"--backend {spec} is a {type(function).__name__}, not callable")
-    return CallableBackend(f"{Path(place).stem if source.name == 'file' else place}:{name}", function, source)
+    return CallableBackend(backend_name(spec), function, source)
 
 
 def _module(spec: str, place: str) -> tuple[Any, Material]:
@@ -102,7 +103,7 @@ def _module(spec: str, place: str) -> tuple[Any, Material]:
 
 
 def _from_file(path: Path) -> tuple[Any, Material]:
-    content = path.read_bytes()
+    source = file_material(path)
     name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
@@ -110,8 +111,7 @@ def _from_file(path: Path) -> tuple[Any, Material]:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     module_spec.loader.exec_module(module)
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    return module, Material(name="file", version=path.name, digest=digest)
+    return module, source
 
 
 def _from_package(place: str) -> tuple[Any, Material]:

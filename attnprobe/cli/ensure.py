@@ -79,8 +79,8 @@ def command(  # noqa: PLR0913  # one argument an option
     attnprobe ensure --config job.toml && torchrun train.py
     attnprobe ensure --config job.toml --backend my_kernel.py:attention --time-limit 5m
     """  # noqa: D301  # click's mark for "keep these lines"
-    from attnprobe._known import backend_name
     from attnprobe.ensure import ensure, plain
+    from attnprobe.materials.source import backend_name
     from attnprobe.probe.config_file import read_configs
 
     configs = read_configs(config)

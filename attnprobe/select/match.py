@@ -28,13 +28,15 @@ class Match(Struct, frozen=True):
     """How a matrix compares with a machine.
 
     `devices`: which of the matrix's devices are here, by index. `device` says what differs, or is empty.
-    `materials` holds per backend what differs; a backend that is not in it matches.
+    `materials` holds per backend what differs; a backend that is not in it matches. `beside` names the GPUs
+    that are here where the matrix is of the CPU alone.
     """
 
     devices: frozenset[int]
     device: str
     materials: dict[str, str]
     assumed: bool = False
+    beside: str = ""
 
     def expired(self, backend: str) -> str:
         """Return why nothing measured on a backend counts here, or an empty string."""
@@ -84,7 +86,9 @@ def compare(matrix: Matrix, live: Live, tolerate: Collection[str] = ()) -> Match
             said = material_difference(backend, live.material, tolerate)
             if said:
                 materials[backend.name] = said
-    return Match(found, device, materials)
+    gpus = [one.name for one in live.devices if one.kind == "cuda"]
+    of_gpu = any(matrix.devices[index].kind == "cuda" for index in found)
+    return Match(found, device, materials, beside="" if of_gpu or not found else " and ".join(gpus))
 
 
 def assume(matrix: Matrix) -> Match:

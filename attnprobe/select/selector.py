@@ -321,7 +321,8 @@ class Selector:
             return (*source, f"assumed: {names} and the builds of the matrix")
         if self.match.device:
             return (*source, f"does not match: {self.match.device}")
-        return (*source, *(f"{name}: {said}" for name, said in self.match.materials.items()))
+        beside = (f"of the CPU alone: nothing in it is of {self.match.beside}",) if self.match.beside else ()
+        return (*source, *beside, *(f"{name}: {said}" for name, said in self.match.materials.items()))
 
 
 def _verb(verdict: Verdict) -> str:

@@ -39,7 +39,6 @@ def test_the_plain_call_takes_flash_and_a_gradient_of_the_mask_math() -> None:
         Case(softcap=5.0),
         Case(alibi=True),
         Case(mask="window", window=20),
-        Case(mask="causal-bottom-right"),
         Case(layout="varlen"),
     ],
 )
@@ -47,6 +46,7 @@ def test_what_cannot_be_put_to_it_is_not_asked(case: Case) -> None:
     assert selector.ask(case) is None
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")  # of more queries than keys
 def test_the_answer_is_the_kernel_that_runs() -> None:
     asked = 0
     for case in random_cases(500, 5):

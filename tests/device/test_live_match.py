@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
+from attnprobe.device.cpu import cpu_device
 from attnprobe.matrix.schema import DeviceRecord, Material, Matrix, sealed
 from attnprobe.matrix.store import encode
 from attnprobe.select import match
@@ -110,3 +111,31 @@ def test_asking_again_without_a_driver_costs_less_than_a_millisecond(
         assert match._gpus() == ()
         best = min(best, time.perf_counter() - start)
     assert best < 1e-3
+
+
+ENSURE = """
+import attnprobe, msgspec, sys
+found = attnprobe.ensure([attnprobe.AttentionConfig(head_dim=8)])
+sys.stdout.buffer.write(msgspec.json.encode([found.probed, found.selector is None, found.reason]))
+"""
+
+
+def test_a_cpu_matrix_beside_a_gpu_says_that_it_is_of_the_cpu(small_matrix: Path, tmp_path: Path) -> None:
+    machine = machines.facts("rtx-5090")
+    env = machines.environment(tmp_path, machine, ("cuda",))
+    code = f"import attnprobe; chosen = attnprobe.load({str(small_matrix)!r})"
+    code += ".select(attnprobe.AttentionConfig()); print(chosen.notes)"
+    said = machines.run_python(code, env)
+    assert "of the CPU alone: nothing in it is of NVIDIA GeForce RTX 5090" in said
+
+
+def test_what_a_cpu_proves_is_not_ensured_for_a_gpu(small_matrix: Path, tmp_path: Path) -> None:
+    """The user's directory holds a matrix of this CPU; a job on this machine may mean the GPU."""
+    machine = machines.facts("rtx-5090")
+    env = machines.environment(tmp_path, machine, ("cuda",)) | {"ATTNPROBE_DATA_DIR": str(tmp_path / "data")}
+    (tmp_path / "data").mkdir()
+    name = f"{cpu_device().slug}.config.json"
+    (tmp_path / "data" / name).write_bytes(small_matrix.read_bytes())
+    probed, nothing, reason = msgspec.json.decode(machines.run_python(ENSURE, env))
+    assert (probed, nothing) == (0, True)
+    assert "no scan runs on one yet" in reason
