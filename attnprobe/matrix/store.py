@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -140,6 +139,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         UsageError: the directory cannot be written.
     """
+    import tempfile  # a reader does without
+
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,6 +173,8 @@ def check_writable(path: Path) -> None:
     Raises:
         UsageError: `path` is a directory, or its directory does not take a new file.
     """
+    import tempfile  # as above
+
     if path.is_dir():
         raise UsageError(f"{path} is a directory", fix="name a file: -o json:FILE")
     try:
