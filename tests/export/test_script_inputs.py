@@ -26,6 +26,8 @@ BITS = {4: torch.int32, 2: torch.int16}
 CPU = torch.device("cpu")
 WORK = 1 << 22
 CASES = [case for case in random_cases(120, seed=5) if case.work <= WORK]
+# Over packed sequences the dropout mask cannot be read.
+WITH_A_REFERENCE = [case for case in CASES if not (case.dropout and case.layout == "varlen")]
 
 
 def globals_of(case: Case, subject_of: SubjectOf, file: Path) -> dict[str, Any]:
@@ -66,13 +68,11 @@ def test_every_hazard_has_its_lines() -> None:
     assert set(EARLIER) | {"nothing"} == levels["earlier"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", WITH_A_REFERENCE, ids=lambda case: case.id)
 def test_a_script_makes_the_inputs_of_the_scan_and_the_reference(
     case: Case, subject_of: SubjectOf, kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["repro.py"])
-    if case.dropout and case.layout == "varlen":
-        pytest.skip("no reference: the mask cannot be read")
     names = globals_of(case, subject_of, kernel)
     tensors = make(case, CPU)
     for name in inputs_of(case):

@@ -109,6 +109,7 @@ def _seen(call: Inputs) -> Seen:
     return looked[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [f for f in LIVING if f.kind not in {OUTSIDE, EARLIER, RANDOM}], ids=lambda fault: fault.name
 )
@@ -209,6 +210,7 @@ def test_an_earlier_call_changes_a_later_one(fault: Fault) -> None:
     assert any(harm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.kind == RANDOM], ids=lambda fault: fault.name)
 def test_two_equal_calls_differ(fault: Fault) -> None:
     # Nothing seeded may decide: not one of thirty calls is like another, under load or without.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", minversion="4.53")
 PAGE = Path(__file__).parents[2] / "docs/training.md"
 
 

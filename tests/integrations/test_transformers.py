@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import attnprobe
@@ -19,7 +20,6 @@ from attnprobe.integrations.guard import Guard
 from attnprobe.integrations.transformers import register
 from attnprobe.select.selector import Selector
 
-transformers = pytest.importorskip("transformers", minversion="4.53")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 ALL = {"pass": ("forward", "backward")}

@@ -7,7 +7,6 @@ from attnprobe.probe.covering import Space, Tuples, generate, text
 from attnprobe.probe.plan import ROWS_FILE
 
 
-@pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(3000)
 def test_the_kept_rows_are_what_the_generator_makes() -> None:
@@ -15,6 +14,7 @@ def test_the_kept_rows_are_what_the_generator_makes() -> None:
     assert ROWS_FILE.read_text(encoding="ascii") == text(rows, pairs)
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_is_possible_and_nothing_else() -> None:
     space = Space()
     pairs = Tuples(2, space)

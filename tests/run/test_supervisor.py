@@ -209,7 +209,6 @@ def test_a_backend_that_breaks_the_conversation_is_ended(
     assert gone_within(pids, 1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["leaves_a_child", "leaves_a_session"])
 def test_what_a_living_backend_leaves_ends_with_its_worker(
     supervisor: Supervisor, left_behind: Path, name: str
@@ -223,6 +222,7 @@ def test_what_a_living_backend_leaves_ends_with_its_worker(
     assert gone_within(pids, 5.0)
 
 
+@pytest.mark.slow
 def test_a_fork_that_comes_back_twice_does_not_end_the_scan(misbehaving: str, left_behind: Path) -> None:
     left(left_behind)
     names = ("torch-math", f"{misbehaving}:forks_and_both_return", f"{misbehaving}:good")
